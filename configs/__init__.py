@@ -1,0 +1,1 @@
+"""Preset configurations (YAML files beside this module)."""

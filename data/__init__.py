@@ -1,0 +1,1 @@
+"""Built-in example entries and target lists (files beside this module)."""

@@ -1,0 +1,1 @@
+"""CUDA sources of the kernels (files beside this module)."""

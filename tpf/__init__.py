@@ -1,0 +1,3 @@
+"""Train AlphaFold3-style structure models: fast, stable, reproducible."""
+
+__version__ = "0.1.0"

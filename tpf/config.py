@@ -1,0 +1,279 @@
+"""Configuration: frozen dataclasses, one YAML preset, dotted overrides.
+
+``load("tiny", ["train.lr=1e-3"])`` merges the defaults below, one YAML file and overrides, and
+returns plain dataclasses. OmegaConf is used in this file only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tpf.errors import UsageError
+
+PRESETS = ("tiny", "compact", "full")
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value <= 0:
+            raise UsageError(f"{name} is {value}; give a value above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Dimensions of the network (spec model.md section 9); the defaults are those of OpenFold3."""
+
+    c_s: int = 384
+    """Channels of the single representation."""
+    c_z: int = 128
+    """Channels of the pair representation."""
+    c_m: int = 64
+    """Channels of the MSA representation."""
+    c_t: int = 64
+    """Channels of the template pair representation."""
+    c_atom: int = 128
+    c_atom_pair: int = 16
+    c_token: int = 384
+    """Token channels of the input embedder's atom encoder."""
+    c_token_diffusion: int = 768
+    """Token channels of the diffusion module."""
+    pairformer_blocks: int = 48
+    tri_heads: int = 4
+    tri_dim: int = 32
+    """Head dimension of triangle attention in the trunk."""
+    c_hidden_mul: int = 128
+    """Hidden channels of the triangle multiplicative update in the trunk."""
+    single_heads: int = 16
+    msa_blocks: int = 4
+    c_opm: int = 32
+    """Hidden channels of the outer product mean."""
+    msa_heads: int = 8
+    msa_head_dim: int = 8
+    msa_rows: int = 1024
+    """MSA rows drawn for each recycling iteration."""
+    templates: bool = True
+    """False skips the template module (its parameters keep their names)."""
+    template_blocks: int = 2
+    template_heads: int = 4
+    template_dim: int = 16
+    diffusion_blocks: int = 24
+    diffusion_heads: int = 16
+    atom_blocks: int = 3
+    atom_heads: int = 4
+    n_query: int = 32
+    n_key: int = 128
+    confidence_blocks: int = 4
+    fourier_dim: int = 256
+    dropout_pair: float = 0.25
+    dropout_msa: float = 0.15
+    sigma_data: float = 16.0
+    """Angstrom."""
+    checkpoint: bool = True
+    """Recompute block activations in the backward pass."""
+    impl: str = "auto"
+    """Backend of the triangle operators: auto, cuda, torch, or an installed third-party one."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "c_s", "c_z", "c_m", "c_t", "c_atom", "c_atom_pair", "pairformer_blocks")
+        for name, heads, width in (
+            ("single_heads", self.single_heads, self.c_s),
+            ("diffusion_heads", self.diffusion_heads, self.c_token_diffusion),
+            ("atom_heads", self.atom_heads, self.c_atom),
+        ):
+            if heads <= 0 or width % heads:
+                raise UsageError(f"model.{name} is {heads}; it must divide {width}")
+
+    @property
+    def c_s_input(self) -> int:
+        """Channels of the input single representation: token, restype, profile, deletion mean."""
+        return self.c_token + 32 + 32 + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where entries come from and how they are cropped (spec model.md sections 1, 3, 4)."""
+
+    path: str | None = None
+    """Folder, list file or prepared cache; None takes the built-in examples."""
+    crop: int = 384
+    """Token budget of a training crop."""
+    crop_contiguous: float = 0.2
+    crop_spatial: float = 0.4
+    crop_interface: float = 0.4
+    msa: str | None = None
+    """Folder of alignments; None gives one row, the query."""
+    max_msa_rows: int = 16384
+    max_templates: int = 4
+    release_cutoff: str | None = None
+    """Latest release date, YYYY-MM-DD; entries without a date are kept."""
+    max_resolution: float = 9.0
+    """Angstrom; entries without a resolution (NMR) are kept."""
+    max_chains: int = 300
+    """Polymer chains."""
+    ccd: str | None = None
+    """Extra component dictionary (mmCIF or BinaryCIF), looked up before the installed one."""
+    conformers: Literal["auto", "rdkit", "ideal"] = "auto"
+    """Source of reference conformers; auto takes RDKit when installed, else ideal coordinates."""
+    workers: int = 0
+    """Loader processes; 0 loads in the main process."""
+
+    def __post_init__(self) -> None:
+        if self.crop < 1:
+            raise UsageError(f"crop is {self.crop}; give a token budget of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the loss terms (spec model.md section 5, stage 1)."""
+
+    mse: float = 4.0
+    smooth_lddt: float = 4.0
+    bond: float = 0.0
+    distogram: float = 0.03
+    plddt: float = 1e-4
+    pde: float = 1e-4
+    pae: float = 1e-4
+    resolved: float = 1e-4
+    confidence_min_resolution: float = 0.1
+    confidence_max_resolution: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The recipe (spec model.md section 7)."""
+
+    steps: int = 500
+    lr: float = 1.8e-3
+    warmup: int = 1000
+    """Steps of linear warm-up from 0."""
+    decay_after: int = 50_000
+    decay_every: int = 50_000
+    decay: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 10.0
+    """Largest global gradient norm of one sample."""
+    ema: float = 0.999
+    batch_size: int = 1
+    """Samples per optimiser step over all ranks."""
+    seed: int = 0
+    diffusion_samples: int = 48
+    """Noised copies per sample."""
+    diffusion_chunk: int = 4
+    """Copies whose diffusion losses are evaluated at a time."""
+    rollout_steps: int = 20
+    max_recycles: int = 3
+    precision: Literal["bf16-mixed", "fp32"] = "fp32"
+    validate_every: int = 0
+    """Steps between validations; 0 validates before the first and after the last step only."""
+    checkpoint_every: int = 100
+    keep: int = 3
+    """Checkpoints kept."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "lr", "clip", "batch_size", "diffusion_samples", "rollout_steps")
+        _positive(self, "checkpoint_every", "keep", "diffusion_chunk")
+        if not 0 <= self.ema < 1:
+            raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
+        if self.warmup < 0 or self.validate_every < 0 or self.max_recycles < 0:
+            raise UsageError("train.warmup, validate_every and max_recycles must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Sampling of validation (spec metrics.md part B)."""
+
+    samples: int = 5
+    seeds: int = 1
+    sampling_steps: int = 200
+    recycles: int = 3
+    max_tokens: int | None = None
+    """Targets above this number of tokens are skipped and listed."""
+    selection_weights: Literal["fine-tuning", "initial"] = "fine-tuning"
+
+    def __post_init__(self) -> None:
+        _positive(self, "samples", "seeds", "sampling_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    name: str = "full"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
+
+
+def _preset_path(config: str) -> Path:
+    if config in PRESETS:
+        import tpf.presets
+
+        return Path(tpf.presets.__path__[0]) / f"{config}.yaml"
+    path = Path(config)
+    if not path.is_file():
+        raise UsageError(f"--config {config}: no such preset ({', '.join(PRESETS)}) and no such file")
+    return path
+
+
+def load(config: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Return the configuration of a preset name or YAML file with dotted ``key=value`` overrides.
+
+    Raises ``UsageError`` naming the key (with the nearest existing one) or the value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for item in overrides:
+        if "=" not in item:
+            raise UsageError(f"override {item!r} has no '='; write key=value, as train.lr=1e-3")
+    path = _preset_path(config)
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Config),
+            OmegaConf.load(path),
+            OmegaConf.from_dotlist(list(overrides)),
+        )
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"configuration {config}: {str(error).splitlines()[0]}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # a YAML syntax error or an unreadable file
+        raise UsageError(f"configuration {path}: {error}") from error
+    assert isinstance(result, Config)
+    return result
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested plain dictionaries."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Rebuild a configuration from ``to_dict``; raise ``UsageError`` for an unknown key."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"stored configuration: {str(error).splitlines()[0]}") from error
+    assert isinstance(result, Config)
+    return result
+
+
+def to_yaml(config: Config) -> str:
+    """Return the configuration as YAML that ``load`` reads back."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

@@ -1,0 +1,43 @@
+"""Exceptions of tpf; each carries one sentence naming the thing, the value and the fix."""
+
+from __future__ import annotations
+
+
+class TpfError(Exception):
+    """An error that a user can act on; the command line prints its text as one line.
+
+    ``exit_code`` is the process exit code of the command line (1 failed while running).
+    """
+
+    exit_code = 1
+
+
+class UsageError(TpfError):
+    """Wrong flag, configuration or path (exit code 2)."""
+
+    exit_code = 2
+
+
+class HardwareError(TpfError):
+    """A GPU, driver or number of processes that this machine does not have (exit code 3)."""
+
+    exit_code = 3
+
+
+class Interrupted(TpfError):
+    """Stopped by a signal after the state was saved (exit code 130)."""
+
+    exit_code = 130
+
+
+class DataError(TpfError):
+    """An entry that cannot be used: which entry, at which stage of the pipeline, and why."""
+
+    def __init__(self, entry: str, stage: str, reason: str) -> None:
+        super().__init__(f"{entry}: {stage}: {reason}")
+        self.entry = entry
+        self.stage = stage
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str]]:
+        return (DataError, (self.entry, self.stage, self.reason))
