@@ -174,7 +174,8 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep: int = 3
     """Checkpoints kept."""
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    wandb: Literal["auto", "disabled", "offline", "online"] = "auto"
+    """auto is online when WANDB_API_KEY is set, else disabled."""
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "lr", "clip", "batch_size", "diffusion_samples", "rollout_steps")
@@ -220,7 +221,7 @@ def _preset_path(config: str) -> Path:
         return Path(tpf.presets.__path__[0]) / f"{config}.yaml"
     path = Path(config)
     if not path.is_file():
-        raise UsageError(f"--config {config}: no such preset ({', '.join(PRESETS)}) and no such file")
+        raise UsageError(f"--config {config}: neither a preset ({', '.join(PRESETS)}) nor a file")
     return path
 
 

@@ -1,0 +1,209 @@
+"""Checkpoints: folders of safetensors files, written whole or not at all.
+
+A checkpoint ``checkpoints/step-000100`` holds ``model.safetensors``, ``ema.safetensors``,
+``optimizer.safetensors``, ``state.json`` (step, seed, configuration, file sizes). Every random
+draw of training is a function of (seed, step, sample), so these two numbers are the whole state
+of the random generators and of the sampler. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tpf.config import Config, from_dict, to_dict
+from tpf.errors import TpfError, UsageError
+
+FORMAT = 1
+_STEP = re.compile(r"^step-(\d{6,})$")
+_FILES = ("model", "ema", "optimizer")
+
+
+class CheckpointError(TpfError):
+    """A checkpoint that is missing, incomplete or of another model."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds; tensors are on the CPU."""
+
+    path: Path
+    step: int
+    config: Config
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    extra: dict[str, Any]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all (temporary sibling, fsync, rename)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(path))
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def save(
+    run: Path,
+    step: int,
+    config: Config,
+    tensors: dict[str, dict[str, Tensor]],
+    extra: dict[str, Any],
+) -> Path:
+    """Write the checkpoint of ``step`` under ``run`` and point ``last`` to it.
+
+    ``tensors`` has the dictionaries ``model``, ``ema`` and ``optimizer``. Raises ``TpfError``
+    naming the folder when the disk is full or not writable; earlier checkpoints stay untouched.
+    """
+    folder = run / "checkpoints"
+    final = folder / f"step-{step:06d}"
+    if final.exists():
+        return final
+    temporary = folder / f".{final.name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name in _FILES:
+            _save_tensors(temporary / f"{name}.safetensors", tensors[name])
+        sizes = {
+            f"{name}.safetensors": (temporary / f"{name}.safetensors").stat().st_size
+            for name in _FILES
+        }
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "config": to_dict(config),
+            "sizes": sizes,
+            "extra": extra,
+        }
+        write_text(temporary / "state.json", json.dumps(state, indent=1))
+        temporary.rename(final)
+        write_text(folder / "last", final.name + "\n")
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise TpfError(
+            f"checkpoint {final}: {error}; free space or choose another --out, then --resume"
+        ) from error
+    return final
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints of a run."""
+    for _, path in _steps(run)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps(run: Path) -> list[tuple[int, Path]]:
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    found = [(int(m.group(1)), p) for p in folder.iterdir() if (m := _STEP.match(p.name))]
+    return sorted(found)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: state.json cannot be read ({error})") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: format {state.get('format')}, this version reads {FORMAT}"
+        )
+    for name, size in state["sizes"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise CheckpointError(f"checkpoint {path}: {name} is missing or truncated")
+    return state
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint folder; raise ``CheckpointError`` if any part is missing or damaged."""
+    state = _read_state(path)
+    try:
+        model, ema, optimizer = (load_file(str(path / f"{name}.safetensors")) for name in _FILES)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path}: damaged ({error})") from error
+    config = from_dict(state["config"])
+    return Checkpoint(path, int(state["step"]), config, model, ema, optimizer, state["extra"])
+
+
+def load_last(run: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """Read the newest checkpoint of a run that is whole; ``warn(message)`` tells of damaged ones.
+
+    Raises ``CheckpointError`` when the run has none.
+    """
+    candidates = _steps(run)
+    if not candidates:
+        raise CheckpointError(
+            f"run {run}: no checkpoint to resume from; start again in a new --out"
+        )
+    for _, path in reversed(candidates):
+        try:
+            return load(path)
+        except CheckpointError as error:
+            warn(f"{error}; falling back to the checkpoint before it")
+    raise CheckpointError(f"run {run}: every checkpoint is damaged; start again with a new --out")
+
+
+def resolve(path: str | Path) -> Path:
+    """Return the checkpoint folder meant by a run folder or a checkpoint folder.
+
+    Raises ``UsageError`` naming the path and what was expected there.
+    """
+    path = Path(path)
+    if (path / "state.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        steps = _steps(path)
+        if steps:
+            return steps[-1][1]
+        raise UsageError(f"run {path}: holds no checkpoint")
+    if not path.exists():
+        raise UsageError(f"checkpoint {path}: no such file or folder")
+    raise UsageError(f"checkpoint {path}: neither a run folder nor a checkpoint folder of tpf")
+
+
+def load_weights(module: torch.nn.Module, tensors: dict[str, Tensor], origin: str) -> None:
+    """Load a full state dict into a model, or raise ``UsageError`` naming the first differences."""
+    have = module.state_dict()
+    missing = sorted(have.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - have.keys())
+    common = sorted(have.keys() & tensors.keys())
+    shapes = [k for k in common if have[k].shape != tensors[k].shape]
+    if missing or unknown or shapes:
+        example = (
+            f"{shapes[0]} is {list(tensors[shapes[0]].shape)}, this model has "
+            f"{list(have[shapes[0]].shape)}"
+            if shapes
+            else f"missing {missing[0]}"
+            if missing
+            else f"unknown {unknown[0]}"
+        )
+        raise UsageError(
+            f"checkpoint {origin} belongs to another model ({len(missing)} tensors missing, "
+            f"{len(unknown)} unknown, {len(shapes)} of another shape; {example}); "
+            "use the --config that it was trained with"
+        )
+    module.load_state_dict(tensors)

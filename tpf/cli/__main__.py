@@ -1,0 +1,5 @@
+"""``python -m tpf.cli``."""
+
+from tpf.cli.app import main
+
+main()

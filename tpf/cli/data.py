@@ -1,0 +1,57 @@
+"""``tpf data check`` and ``tpf data show``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpf.errors import TpfError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Look at structure files as training sees them.",
+)
+
+
+@app.command("check")
+def check(
+    paths: Annotated[list[Path], typer.Argument(help="Files or folders.")],
+    strict: Annotated[bool, typer.Option(help="Exit 1 if any file cannot be used.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
+) -> None:
+    """Read every structure and say, a line each, what it holds or why it cannot be used."""
+    import dataclasses
+
+    from tpf.data.check import check_paths
+
+    total = bad = 0
+    for record in check_paths(paths):
+        total += 1
+        bad += not record.ok
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(record), default=str))
+        else:
+            typer.echo(record.line())
+    if not as_json:
+        typer.echo(f"{total} files: {total - bad} ok, {bad} cannot be used")
+    if strict and bad:
+        raise TpfError(f"{bad} of {total} files cannot be used (--strict)")
+
+
+@app.command("show")
+def show(
+    file: Annotated[Path, typer.Argument(help="A structure file.")],
+    crop: Annotated[int | None, typer.Option(help="Also draw a crop of this many tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the crop.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Show chains, entities, tokens, atomised residues, bonds, and a crop of one entry."""
+    from tpf.data.show import describe, render
+
+    facts = describe(file, crop, seed)
+    typer.echo(json.dumps(facts) if as_json else render(facts))

@@ -1,0 +1,260 @@
+"""Reference conformers and symmetry-equivalent atom orders of components (AF3 SI 2.8).
+
+A conformer is drawn from a pool of ``POOL`` RDKit (ETKDGv3) conformers of the component, each made
+when it is first drawn and kept by the process. Its seed depends on the component code and the
+number in the pool only, so that a draw is the same in every process. (One embedding takes 5-10 ms
+for an amino acid and 80 ms for a drug: a new one for each residue of a crop would take seconds.)
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.util
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpf.data.ccd import Component, Dictionary, component_of
+from tpf.data.chem import NON_METALS
+from tpf.data.symmetry import automorphisms
+from tpf.data.tables import Tables
+from tpf.errors import UsageError
+
+POOL = 32
+"""Conformers kept for one component."""
+TIMEOUT_S = 10
+"""Longest time for one embedding."""
+CUTOFF = datetime.date(2021, 9, 30)
+"""Coordinates of PDB entries after this day are not used (AF3 SI 2.8)."""
+_RESONANT = frozenset({7, 8, 16, 34})
+"""Terminal N, O, S, Se: bond orders to them depend on the drawn resonance form."""
+
+Source = Literal["auto", "rdkit", "ideal"]
+
+
+def reference_conformer(
+    component: Component,
+    *,
+    source: Source,
+    rng: np.random.Generator,
+    cutoff: datetime.date = CUTOFF,
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return a conformer [n, 3] in Angstrom and which of its atoms [n] have a position.
+
+    ``source`` "rdkit" embeds by ETKDGv3 (default, then small-ring torsions, then random
+    coordinates) and falls back to the ideal coordinates, then to model coordinates if the
+    component was defined by ``cutoff``, then to none; "ideal" starts at the ideal coordinates;
+    "auto" is "rdkit" where it is installed. Raises ``UsageError`` if "rdkit" is not installed.
+    """
+    number = int(rng.integers(POOL))
+    if use_rdkit(source):
+        embedded = _embedded(component, number)
+        if embedded is not None:
+            return embedded, np.ones(len(component), np.bool_)
+    defined = _date(component.date)
+    model_allowed = defined is not None and defined <= cutoff
+    for pos in (component.ideal, component.model) if model_allowed else (component.ideal,):
+        known: NDArray[np.bool_] = np.all(np.isfinite(pos), axis=1)
+        if known.any():
+            return pos, known
+    return np.full((len(component), 3), np.nan, np.float32), np.zeros(len(component), np.bool_)
+
+
+def use_rdkit(source: Source) -> bool:
+    """Tell whether conformers come from RDKit; raise ``UsageError`` if it is needed and absent."""
+    installed = _has_rdkit()
+    if source == "rdkit" and not installed:
+        raise UsageError(
+            "data.conformers is rdkit, which is not installed; pip install rdkit or use ideal"
+        )
+    return source != "ideal" and installed
+
+
+@functools.cache
+def _has_rdkit() -> bool:
+    return importlib.util.find_spec("rdkit") is not None
+
+
+def _date(text: str) -> datetime.date | None:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
+    """Return the RDKit molecule with hydrogens and stereo, None if RDKit rejects it."""
+    from rdkit import Chem, rdBase
+
+    metal = [int(z) not in NON_METALS for z in component.elements]
+    mol = Chem.RWMol()
+    for z, charge in zip(component.elements.tolist(), component.charges.tolist(), strict=True):
+        atom = Chem.Atom(int(z))
+        atom.SetFormalCharge(int(charge))
+        mol.AddAtom(atom)
+    kinds = {2: Chem.BondType.DOUBLE, 3: Chem.BondType.TRIPLE, 4: Chem.BondType.AROMATIC}
+    for (i, j), order in zip(component.bonds.tolist(), component.bond_orders.tolist(), strict=True):
+        if metal[i] != metal[j]:
+            donor, acceptor = (j, i) if metal[i] else (i, j)
+            mol.AddBond(donor, acceptor, Chem.BondType.DATIVE)
+            mol.GetAtomWithIdx(donor).SetNoImplicit(True)
+            continue
+        mol.AddBond(i, j, kinds.get(order, Chem.BondType.SINGLE))
+        if order == 4:
+            mol.GetBondBetweenAtoms(i, j).SetIsAromatic(True)
+            mol.GetAtomWithIdx(i).SetIsAromatic(True)
+            mol.GetAtomWithIdx(j).SetIsAromatic(True)
+    with rdBase.BlockLogs():
+        try:
+            Chem.SanitizeMol(mol)
+            _assign_stereo(mol, component)
+            return Chem.AddHs(mol.GetMol())
+        except (ValueError, RuntimeError):  # valences that RDKit does not know
+            return None
+
+
+def _assign_stereo(mol: Any, component: Component) -> None:  # noqa: ANN401 - an RDKit Mol
+    """Set chirality from the ideal (or else model) coordinates, if they are complete."""
+    from rdkit import Chem
+
+    for pos in (component.ideal, component.model):
+        if np.isfinite(pos).all():
+            conformer = Chem.Conformer(len(component))
+            for i, xyz in enumerate(pos.tolist()):
+                conformer.SetAtomPosition(i, xyz)
+            mol.RemoveAllConformers()
+            mol.AddConformer(conformer)
+            Chem.AssignStereochemistryFrom3D(mol, replaceExistingTags=True)
+            mol.RemoveAllConformers()
+            return
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_method(component: Component) -> int | None:
+    """Return the first embedding method that works for conformer 0, None if none does."""
+    return next((m for m in range(3) if _embed(component, 0, m) is not None), None)
+
+
+@functools.lru_cache(maxsize=65536)
+def _embedded(component: Component, number: int) -> NDArray[np.float32] | None:
+    """Return conformer ``number`` of the pool, None if every method fails."""
+    first = _first_method(component)
+    if first is None:
+        return None
+    attempts = (_embed(component, number, method) for method in range(first, 3))
+    return next((pos for pos in attempts if pos is not None), None)
+
+
+def _embed(component: Component, number: int, method: int) -> NDArray[np.float32] | None:
+    """Embed by ETKDGv3: method 0 plain, 1 small-ring torsions, 2 random starting coordinates."""
+    from rdkit import rdBase
+    from rdkit.Chem import rdDistGeom
+
+    template = _molecule(component)
+    if template is None or not len(component):
+        return None
+    mol = type(template)(template)
+    settings: Any = rdDistGeom.ETKDGv3()
+    settings.randomSeed = (zlib.crc32(component.code.encode()) + number) & 0x7FFFFFFF
+    settings.useSmallRingTorsions = method >= 1
+    settings.useRandomCoords = method >= 2
+    if hasattr(settings, "timeout"):
+        settings.timeout = TIMEOUT_S
+    with rdBase.BlockLogs():
+        try:
+            failed = rdDistGeom.EmbedMolecule(mol, settings) < 0
+        except (ValueError, RuntimeError):
+            return None
+    if failed:
+        return None
+    pos = mol.GetConformer().GetPositions()[: len(component)].astype(np.float32)
+    return pos if np.isfinite(pos).all() else None
+
+
+@dataclass(frozen=True)
+class Conformers:
+    """Conformers and atom orders of the residues of an entry."""
+
+    dictionary: Dictionary
+    source: Source = "auto"
+    cutoff: datetime.date = CUTOFF
+
+    def component(self, tables: Tables, residue: int) -> Component:
+        """Return a residue's definition, or what the entry shows of it if no dictionary has it."""
+        found = self.dictionary.get(str(tables.res_name[residue]))
+        return component_of(tables, residue) if found is None else found
+
+    def draw(
+        self, component: Component, names: tuple[str, ...], rng: np.random.Generator
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Return a conformer [k, 3] of the named atoms and which of them [k] it has.
+
+        Positions of atoms that it lacks are NaN.
+        """
+        pos, known = reference_conformer(component, source=self.source, rng=rng, cutoff=self.cutoff)
+        place = _places(component, names)
+        inside = place >= 0
+        known = inside & known[place] if len(component) else inside
+        return np.where(known[:, None], pos[place], np.nan).astype(np.float32), known
+
+
+@functools.lru_cache(maxsize=16384)
+def _places(component: Component, names: tuple[str, ...]) -> NDArray[np.intp]:
+    """Return the position of each named atom in the component, -1 if it has none."""
+    return np.array([component.index.get(name, -1) for name in names], np.intp)
+
+
+@functools.lru_cache(maxsize=16384)
+def atom_orders(
+    component: Component, names: tuple[str, ...], linked: tuple[bool, ...]
+) -> NDArray[np.int32]:
+    """Return the symmetry-equivalent orders [p, k] of the named atoms, the identity first.
+
+    They are self-matches of the component's graph, chirality ignored, that map the named atoms to
+    themselves and keep each ``linked`` atom (bonded to another residue) in its place. Terminal N,
+    O and S are compared without bond order, which is that of one resonance form. An atom that the
+    component lacks keeps its place.
+    """
+    place = _places(component, names)
+    inside = np.flatnonzero(place >= 0)
+    identity = np.arange(len(names), dtype=np.int32)[None]
+    if len(inside) == 0 or len(set(place[inside].tolist())) < len(inside):
+        return identity
+    present = np.zeros(len(component), np.bool_)
+    present[place[inside]] = True
+    colours = [(0, int(z)) for z in component.elements]
+    for k in inside.tolist():
+        if linked[k]:
+            colours[place[k]] = (1, int(place[k]))
+    found = automorphisms(colours, component.bonds, _bond_labels(component), present)
+    by_place = inside[np.argsort(place[inside])]  # present atoms in the component's order
+    orders = np.repeat(identity, len(found), axis=0)
+    orders[:, by_place] = by_place[found]
+    return orders
+
+
+def _bond_labels(component: Component) -> list[int]:
+    """Return a label per bond: its order, 4 if aromatic, 0 to a terminal N, O, S or Se."""
+    degree = np.bincount(component.bonds.ravel(), minlength=len(component))
+    resonant = np.isin(component.elements, list(_RESONANT)) & (degree == 1)
+    ends = resonant[component.bonds].any(axis=1)
+    labels = np.where(component.bond_aromatic, 4, component.bond_orders)
+    return [int(label) for label in np.where(ends, 0, labels)]
+
+
+def random_rotation(rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return a rotation matrix [3, 3] drawn uniformly (a normalised quaternion)."""
+    quaternion = rng.standard_normal(4)
+    w, x, y, z = quaternion / np.linalg.norm(quaternion)
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+        ]
+    )

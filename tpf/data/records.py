@@ -1,0 +1,225 @@
+"""Light records of the entries of a data set: what filters and sampling need to know.
+
+``Entries`` finds the files of ``DataConfig.path``, reads each once and keeps its record. A prepared
+cache (``store``) holds the records, and nothing is read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tpf.config import DataConfig
+from tpf.data import store
+from tpf.data.cache import EntryCache
+from tpf.data.proximity import close_groups
+from tpf.data.sampling import Unit, cluster_weights
+from tpf.data.tables import LIGAND, Tokens
+from tpf.errors import DataError, UsageError
+
+INTERFACE_CONTACT = 5.0
+"""Angstrom between heavy atoms of the two chains of an interface."""
+SUFFIXES = (".cif", ".cif.gz", ".bcif", ".bcif.gz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is known of an entry without reading it again."""
+
+    id: str
+    path: str
+    n_tokens: int
+    method: str
+    resolution: float | None
+    release_date: str | None
+    """YYYY-MM-DD."""
+    chains: tuple[str, ...]
+    """Chain ids of the assembly."""
+    chain_types: tuple[int, ...]
+    chain_keys: tuple[str, ...]
+    """Digest of type and residues: equal for equal sequence or ligand."""
+    resolved: tuple[int, ...]
+    """Chains with a resolved token centre."""
+    interfaces: tuple[tuple[int, int], ...]
+    """Pairs of chains with heavy atoms nearer than 5 Angstrom."""
+
+    @property
+    def n_polymers(self) -> int:
+        """Number of polymer chains."""
+        return sum(kind != LIGAND for kind in self.chain_types)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An entry that is not used, and why."""
+
+    id: str
+    stage: str
+    reason: str
+
+
+def record_of(tokens: Tokens, path: str) -> Record:
+    """Return the record of an entry that lies at ``path``."""
+    tables = tokens.tables
+    token_chain = tables.res_chain[tokens.residue]
+    centre = tokens.center_atom
+    seen = np.isfinite(tables.pos[centre]).all(axis=1) & (tables.occupancy[centre] > 0)
+    resolved = np.unique(token_chain[seen])
+    atom_chain = tables.res_chain[tables.atom_residue]
+    atoms = (tables.occupancy > 0) & np.isin(atom_chain, resolved)
+    return Record(
+        id=tables.id,
+        path=path,
+        n_tokens=len(tokens),
+        method=tables.method,
+        resolution=tables.resolution,
+        release_date=None if tables.release_date is None else tables.release_date.isoformat(),
+        chains=tuple(tables.chain_id.tolist()),
+        chain_types=tuple(tables.chain_type.tolist()),
+        chain_keys=tuple(_chain_keys(tokens)),
+        resolved=tuple(resolved.tolist()),
+        interfaces=tuple(close_groups(tables.pos[atoms], atom_chain[atoms], INTERFACE_CONTACT)),
+    )
+
+
+def _chain_keys(tokens: Tokens) -> list[str]:
+    tables = tokens.tables
+    keys = []
+    for chain, kind in enumerate(tables.chain_type.tolist()):
+        residues = "-".join(tables.res_name[tables.res_chain == chain].tolist())
+        keys.append(hashlib.sha256(f"{kind}:{residues}".encode()).hexdigest()[:16])
+    return keys
+
+
+def find_files(path: str | None) -> list[Path]:
+    """Return the structure files of a folder, a list file or one file; None: the examples.
+
+    A list file has one path per line, relative to its folder; '#' starts a comment. Raises
+    ``UsageError`` if there is nothing.
+    """
+    if path is None:
+        package = importlib.import_module("tpf.examples")
+        folder = Path(package.__path__[0]) / "examples"
+        return sorted(p for p in folder.iterdir() if p.name.endswith(SUFFIXES))
+    place = Path(path)
+    if place.is_dir():
+        found = sorted(p for p in place.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        if not found:
+            raise UsageError(f"data.path {path}: no file ending in {', '.join(SUFFIXES)} in it")
+        return found
+    if not place.is_file():
+        raise UsageError(f"data.path {path}: no such file or folder")
+    if place.name.endswith(SUFFIXES):
+        return [place]
+    try:
+        lines = [line.split("#")[0].strip() for line in place.read_text().splitlines()]
+    except UnicodeDecodeError:
+        raise UsageError(f"data.path {path}: neither a structure file nor a list") from None
+    listed = [place.parent / line for line in lines if line]
+    missing = [str(p) for p in listed if not p.is_file()]
+    if missing or not listed:
+        what = f"{missing[0]} does not exist" if missing else "it names no file"
+        raise UsageError(f"data.path {path}: {what}; list one structure file per line")
+    return listed
+
+
+class Entries:
+    """The usable entries of a data set, and those that are not with the reason."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Read the records and apply the filters; raise ``UsageError`` if nothing is left."""
+        cutoff = _cutoff(config)
+        self.cache = EntryCache(config)
+        """Entries in memory, the last ones read among them."""
+        self.skipped: list[Skipped] = []
+        """Entries that cannot be read or that a filter drops."""
+        self.records: list[Record] = []
+        n_found = 0
+        for record in self._read(config):
+            n_found += 1
+            if isinstance(record, Skipped):
+                self.skipped.append(record)
+                continue
+            reason = _filter(record, config, cutoff)
+            if reason is None:
+                self.records.append(record)
+            else:
+                self.skipped.append(Skipped(record.id, "filter", reason))
+        if not self.records:
+            where = config.path or "the built-in examples"
+            raise UsageError(
+                f"data.path {where}: none of {n_found} entries is usable ({self.summary()})"
+            )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def summary(self) -> str:
+        """Return the number of skipped entries per stage and reason, most frequent first."""
+        counts = Counter(f"{s.stage}: {s.reason}" for s in self.skipped)
+        return "; ".join(f"{n} {reason}" for reason, n in counts.most_common()) or "nothing skipped"
+
+    def units(self) -> list[Unit]:
+        """Return every chain and interface that a sample can be drawn for."""
+        return [
+            Unit(entry, chains)
+            for entry, record in enumerate(self.records)
+            for chains in [*((c,) for c in record.resolved), *record.interfaces]
+        ]
+
+    def weights(self, units: list[Unit], clusters: dict[str, str] | None = None) -> np.ndarray:
+        """Return the sampling weight of each unit; ``clusters`` maps ENTRY_CHAIN to a cluster."""
+        given = clusters or {}
+        types, names = [], []
+        for unit in units:
+            record = self.records[unit.entry]
+            types.append([record.chain_types[c] for c in unit.chains])
+            names.append(
+                [
+                    given.get(f"{record.id}_{record.chains[c]}", record.chain_keys[c])
+                    for c in unit.chains
+                ]
+            )
+        return cluster_weights(types, names)
+
+    def _read(self, config: DataConfig) -> list[Record | Skipped]:
+        if config.path is not None and store.is_store(Path(config.path)):
+            return [Record(**fields) for fields in store.read_index(Path(config.path))]
+        return [self._record(str(path)) for path in find_files(config.path)]
+
+    def _record(self, path: str) -> Record | Skipped:
+        try:
+            return record_of(self.cache.get(path).tokens, path)
+        except DataError as error:
+            return Skipped(error.entry, error.stage, error.reason)
+
+
+def _cutoff(config: DataConfig) -> datetime.date | None:
+    if config.release_cutoff is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(config.release_cutoff)
+    except ValueError:
+        raise UsageError(
+            f"data.release_cutoff is {config.release_cutoff!r}; write YYYY-MM-DD"
+        ) from None
+
+
+def _filter(record: Record, config: DataConfig, cutoff: datetime.date | None) -> str | None:
+    """Return why a record is dropped, None if it is kept."""
+    released = record.release_date
+    if cutoff is not None and released is not None and released > cutoff.isoformat():
+        return f"released after {cutoff.isoformat()}"
+    if record.resolution is not None and record.resolution > config.max_resolution:
+        return f"resolution worse than {config.max_resolution:g} A"
+    if record.n_polymers > config.max_chains:
+        return f"more than {config.max_chains} polymer chains"
+    if not record.resolved:
+        return "no token has a resolved centre atom"
+    return None

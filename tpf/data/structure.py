@@ -1,0 +1,131 @@
+"""The working record between a parsed file and ``Tables``: observed atoms, residues, chains.
+
+Atoms need not be in any order inside a residue, and nothing unresolved is present; the sequence of
+a polymer, which knows the unresolved residues, lies in its ``Chain``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Site:
+    """One position of a polymer sequence."""
+
+    res_id: int
+    code: str
+    auth_seq: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """One chain: a polymer, or a ligand, ion or glycan."""
+
+    id: str
+    auth: str
+    entity: str
+    """Entity id of the file, "" if it has none."""
+    type: int
+    """PROTEIN, RNA, DNA or LIGAND."""
+    polymer: bool
+    sequence: tuple[Site, ...] = ()
+    """All positions of a polymer, also the unresolved ones; empty for other chains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """Observed atoms of one model; index letters as in ``Tables``, L links."""
+
+    id: str
+    method: str
+    resolution: float | None
+    release_date: datetime.date | None
+
+    atom_name: NDArray[np.str_]
+    element: NDArray[np.int32]
+    pos: NDArray[np.float64]
+    """[A, 3] Angstrom, finite."""
+    occupancy: NDArray[np.float32]
+    """[A] above 0."""
+    b_factor: NDArray[np.float32]
+    atom_residue: NDArray[np.int32]
+    """[A] non-decreasing."""
+
+    res_name: NDArray[np.str_]
+    res_id: NDArray[np.int32]
+    auth_seq: NDArray[np.str_]
+    res_chain: NDArray[np.int32]
+    """[R] non-decreasing."""
+
+    chains: tuple[Chain, ...]
+    links: NDArray[np.int32]
+    """[L, 2] atom indices of bonds between residues, besides those along polymers."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def atom_chain(self) -> NDArray[np.int32]:
+        """[A] index into ``chains``."""
+        return self.res_chain[self.atom_residue]
+
+    @property
+    def polymer_atom(self) -> NDArray[np.bool_]:
+        """[A] whether the atom lies in a polymer chain."""
+        polymer = np.array([chain.polymer for chain in self.chains], dtype=bool)
+        return polymer[self.atom_chain]
+
+    def noted(self, sentence: str) -> Structure:
+        """Return the structure with one more note."""
+        return dataclasses.replace(self, notes=(*self.notes, sentence))
+
+    def spans(self) -> NDArray[np.int64]:
+        """Return the first atom of each residue, and the number of atoms at the end, [R + 1]."""
+        return np.searchsorted(self.atom_residue, np.arange(len(self.res_name) + 1))
+
+
+def take(structure: Structure, order: NDArray[np.intp]) -> Structure:
+    """Return the structure with the atoms of ``order``, in that order.
+
+    The order must keep residues together and in their order. Residues and chains that lose all
+    atoms go, and so do links that lose an end.
+    """
+    position = np.full(len(structure.atom_name), -1, dtype=np.int64)
+    position[order] = np.arange(len(order))
+    residues, atom_residue = np.unique(structure.atom_residue[order], return_inverse=True)
+    chains, res_chain = np.unique(structure.res_chain[residues], return_inverse=True)
+    links = position[structure.links]
+    return dataclasses.replace(
+        structure,
+        atom_name=structure.atom_name[order],
+        element=structure.element[order],
+        pos=structure.pos[order],
+        occupancy=structure.occupancy[order],
+        b_factor=structure.b_factor[order],
+        atom_residue=atom_residue.astype(np.int32),
+        res_name=structure.res_name[residues],
+        res_id=structure.res_id[residues],
+        auth_seq=structure.auth_seq[residues],
+        res_chain=res_chain.astype(np.int32),
+        chains=tuple(structure.chains[int(c)] for c in chains),
+        links=links[(links >= 0).all(axis=1)].astype(np.int32).reshape(-1, 2),
+    )
+
+
+def keep_atoms(structure: Structure, mask: NDArray[np.bool_]) -> Structure:
+    """Return the structure without the atoms where ``mask`` is false."""
+    return structure if mask.all() else take(structure, np.flatnonzero(mask))
+
+
+def keep_residues(structure: Structure, mask: NDArray[np.bool_]) -> Structure:
+    """Return the structure without the residues where ``mask`` is false."""
+    return keep_atoms(structure, mask[structure.atom_residue])
+
+
+def keep_chains(structure: Structure, mask: NDArray[np.bool_]) -> Structure:
+    """Return the structure without the chains where ``mask`` is false."""
+    return keep_atoms(structure, mask[structure.atom_chain])

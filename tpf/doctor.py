@@ -1,0 +1,232 @@
+"""What this machine offers to tpf: hardware, software, folders, kernels, third-party backends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "missing", "failed"]
+
+BACKENDS: dict[str, tuple[str, str]] = {
+    "openfold3": ("openfold3", "pip install openfold3"),
+    "cuequivariance": (
+        "cuequivariance_torch",
+        "pip install cuequivariance-torch cuequivariance-ops-torch-cu12",
+    ),
+    "protenix": ("protenix", "pip install protenix"),
+    "trifast": ("trifast", "pip install trifast"),
+    "megafold": ("megafold", "from source"),
+    "deepspeed": ("deepspeed", "pip install deepspeed"),
+    "turbopairformer": ("turbopairformer", "pip install turbopairformer"),
+}
+"""Optional third-party backends: module to import, how to get it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """Return every finding; a probe that raises becomes a ``failed`` line, never a traceback."""
+    probes: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", _python),
+        ("torch", _torch),
+        ("gpu", _gpu),
+        ("driver", _driver),
+        ("nvrtc", _nvrtc),
+        ("nccl", _nccl),
+        ("cache folder", _cache),
+        ("disk", lambda: _space("disk", Path.cwd())),
+        ("/dev/shm", lambda: _space("/dev/shm", Path("/dev/shm"))),
+        ("conformers", _conformers),
+        ("component dictionary", _components),
+        ("triangle attention", _attention),
+        ("triangle multiplication", _multiplication),
+    ]
+    findings = []
+    for name, probe in probes:
+        try:
+            findings.append(probe())
+        except Exception as error:
+            findings.append(Finding(name, "failed", f"{type(error).__name__}: {error}"))
+    return findings + [_backend(name, *how) for name, how in BACKENDS.items()]
+
+
+def conclusion() -> str:
+    """Say what ``--impl auto`` will use on this machine."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "--impl auto uses: torch (the reference path; no NVIDIA GPU is visible)"
+    capability = torch.cuda.get_device_capability()
+    if capability == (9, 0):
+        return "--impl auto uses: cuda (Hopper kernels) for BF16, torch otherwise"
+    return f"--impl auto uses: flex for BF16 on compute capability {capability}, torch otherwise"
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _torch() -> Finding:
+    import torch
+
+    return Finding(
+        "torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}, "
+        f"{torch.get_num_threads()} CPU threads"
+    )  # fmt: skip
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("gpu", "missing", "no NVIDIA GPU is visible; training runs on the CPU")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    text = "; ".join(
+        f"{g.name} {g.total_memory / 2**30:.0f} GiB sm_{g.major}{g.minor}" for g in gpus
+    )
+    return Finding("gpu", "ok", text)
+
+
+def _driver() -> Finding:
+    from tpf.runfolder import environment
+
+    driver = environment()["driver"]
+    if driver is None:
+        return Finding("driver", "missing", "nvidia-smi is not there or does not answer")
+    return Finding("driver", "ok", str(driver))
+
+
+def _nvrtc() -> Finding:
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return Finding(
+            "nvrtc", "missing", "cuda-bindings is not installed (CUDA builds of torch bring it)"
+        )
+    from cuda.bindings import nvrtc
+
+    error, major, minor = nvrtc.nvrtcVersion()
+    if int(error):
+        return Finding("nvrtc", "failed", f"nvrtcVersion returned {error}")
+    return Finding("nvrtc", "ok", f"{major}.{minor}")
+
+
+def _nccl() -> Finding:
+    import torch
+
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return Finding("nccl", "missing", "this torch build has no NCCL; several ranks use Gloo")
+    version = torch.cuda.nccl.version()
+    return Finding("nccl", "ok", ".".join(map(str, version)))
+
+
+def _cache() -> Finding:
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(os.environ.get("TPF_CACHE") or Path(home) / "tpf")
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        return Finding("cache folder", "failed", f"{folder} is not writable; set TPF_CACHE")
+    return Finding("cache folder", "ok", str(folder))
+
+
+def _space(name: str, path: Path) -> Finding:
+    if not path.is_dir():
+        return Finding(name, "missing", f"{path} is not there; loader workers need it")
+    usage = shutil.disk_usage(path)
+    status: Status = "ok" if usage.free > 2**30 else "failed"
+    detail = f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f}"
+    return Finding(name, status, detail)
+
+
+def _conformers() -> Finding:
+    if importlib.util.find_spec("rdkit") is None:
+        return Finding(
+            "conformers", "missing", "RDKit is not installed (pip install 'tpf[chem]'); "
+            "ideal coordinates of the dictionary serve"
+        )  # fmt: skip
+    return Finding("conformers", "ok", f"RDKit {importlib.metadata.version('rdkit')}")
+
+
+def _components() -> Finding:
+    from tpf.data.ccd import Dictionary
+
+    return Finding("component dictionary", "ok", Dictionary().describe())
+
+
+def _relative_error(got: object, want: object) -> float:
+    import torch
+
+    assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def _attention() -> Finding:
+    """Run forward and backward of the automatic path on random input against FP64."""
+    import torch
+
+    from tpf.kernels.ops import triangle_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 48, 4, 48, 32)] * 3 + [(1, 1, 4, 48, 48)]
+    exact = [torch.randn(s, generator=generator).to(dtype).double() for s in shapes]
+
+    def run(inputs: list[torch.Tensor], impl: Literal["auto", "torch"]) -> list[torch.Tensor]:
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = triangle_attention(*inputs, impl=impl)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    want = run(exact, "torch")
+    got = run([x.to(device, dtype) for x in exact], "auto")
+    error = max(_relative_error(g.cpu(), w) for g, w in zip(got, want, strict=True))
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    status: Status = "ok" if error < limit else "failed"
+    return Finding("triangle attention", status, f"{device}, relative error {error:.1e} to FP64")
+
+
+def _multiplication() -> Finding:
+    import torch
+
+    from tpf.kernels.ops import TriMulWeights, triangle_multiplication
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    c, n = 32, 24
+    z = torch.randn(1, n, n, c, generator=generator)
+    shapes = [(c,), (c,), *[(c, c)] * 4, (c,), (c,), (c, c), (c, c)]
+    weights = [torch.randn(s, generator=generator) / c**0.5 for s in shapes]
+
+    def run(kind: torch.dtype, place: str) -> torch.Tensor:
+        packed = TriMulWeights(*(w.to(place, kind) for w in weights))
+        return triangle_multiplication(z.to(place, kind), None, packed, "outgoing")
+
+    error = _relative_error(run(torch.float32, device).cpu(), run(torch.float64, "cpu"))
+    status: Status = "ok" if error < 1e-3 else "failed"
+    return Finding(
+        "triangle multiplication", status, f"{device}, relative error {error:.1e} to FP64"
+    )
+
+
+def _backend(name: str, module: str, how: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(f"backend {name}", "missing", f"not installed ({how})")
+    try:
+        __import__(module)
+    except Exception as error:
+        return Finding(f"backend {name}", "failed", f"cannot be imported: {error}")
+    return Finding(f"backend {name}", "ok", "importable")

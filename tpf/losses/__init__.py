@@ -1,0 +1,1 @@
+"""Training losses (spec model.md section 5): diffusion, distogram, confidence, and their sum."""

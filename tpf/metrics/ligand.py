@@ -1,0 +1,107 @@
+"""Ligand pose after a fit of the pocket (metrics.md A4; AF3 and PoseBusters definition)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpf.data.tables import LIGAND, PROTEIN
+from tpf.metrics.pairs import close_pairs
+from tpf.metrics.structure import Bools, Floats, Ints, Sample, Scored, Structure
+from tpf.metrics.superpose import superpose
+
+POCKET = 10.0
+"""Angstrom between heavy atoms of the ligand and of a pocket residue in the ground truth."""
+MIN_POCKET = 3
+"""Atoms below which a fit is not defined."""
+SUCCESS = 2.0
+"""Angstrom; a pose below counts as found."""
+BACKBONE = ("N", "CA", "C", "O")
+
+
+@dataclass(frozen=True)
+class Pose:
+    """Pocket-aligned RMSD of one ligand of the ground truth, Angstrom."""
+
+    asym_id: int
+    rmsd: float
+    rmsd_backbone: float
+    """Same, fitted on all backbone atoms of the pocket."""
+
+
+def ligand_poses(structure: Structure, sample: Sample, scored: Scored) -> list[Pose]:
+    """Return the pose of every scored ligand of two or more resolved atoms that has a pocket."""
+    ligand_chains = np.unique(structure.chain[structure.kind == LIGAND])
+    poses = []
+    for c in ligand_chains:
+        atoms = np.flatnonzero((structure.chain == c) & (structure.kind == LIGAND))
+        if not scored.intra[c] or int(sample.resolved[atoms].sum()) < 2:
+            continue
+        pocket = _pocket(structure, sample, atoms)
+        alpha = pocket & (structure.atom_name == "CA")
+        if int(alpha.sum()) < MIN_POCKET:
+            continue
+        backbone = pocket & np.isin(structure.atom_name, BACKBONE)
+        values = [_pose_rmsd(structure, sample, atoms, fit) for fit in (alpha, backbone)]
+        poses.append(Pose(int(structure.asym_id[c]), values[0], values[1]))
+    return poses
+
+
+def ligand_metrics(structure: Structure, sample: Sample, scored: Scored) -> dict[str, float]:
+    """Return mean pocket-aligned RMSD over ligands and the fraction below 2 Angstrom."""
+    poses = ligand_poses(structure, sample, scored)
+    if not poses:
+        return {}
+    values = np.array([(pose.rmsd, pose.rmsd_backbone) for pose in poses])
+    return {
+        "ligand_rmsd_pocket": float(values[:, 0].mean()),
+        "ligand_rmsd_pocket_backbone": float(values[:, 1].mean()),
+        "ligand_success": float((values[:, 0] < SUCCESS).mean()),
+    }
+
+
+def _pocket(structure: Structure, sample: Sample, ligand: Ints) -> Bools:
+    """Resolved atoms of pocket residues on the protein chain with the most near atoms [A]."""
+    in_protein = structure.chain_type[structure.chain] == PROTEIN
+    is_ligand = np.zeros(structure.n_atoms, dtype=bool)
+    is_ligand[ligand] = True
+    use = np.flatnonzero(sample.resolved & (is_ligand | in_protein))
+    near = np.zeros(structure.n_atoms, dtype=bool)
+    for i, j, _ in close_pairs(sample.truth[use], POCKET):
+        a, b = use[i], use[j]
+        mixed = is_ligand[a] != is_ligand[b]
+        near[np.where(is_ligand[a], b, a)[mixed]] = True
+    near &= in_protein & ~is_ligand
+    if not near.any():
+        return near
+    chain = int(np.bincount(structure.chain[near]).argmax())
+    residues = np.unique(structure.residue[near & (structure.chain == chain)])
+    return np.isin(structure.residue, residues) & sample.resolved
+
+
+def _pose_rmsd(structure: Structure, sample: Sample, ligand: Ints, fit: Bools) -> float:
+    """Least RMSD over equivalent atom orders and over predicted copies of the ligand."""
+    moved = superpose(sample.predicted, sample.truth, fit)
+    entity = structure.entity_id[structure.chain[ligand[0]]]
+    best = np.inf
+    for copy in np.flatnonzero(structure.entity_id == entity):
+        atoms = np.flatnonzero((structure.chain == copy) & (structure.kind == LIGAND))
+        if len(atoms) == len(ligand):
+            best = min(best, _copy_rmsd(structure, sample, ligand, moved[atoms]))
+    return float(best)
+
+
+def _copy_rmsd(structure: Structure, sample: Sample, ligand: Ints, moved: Floats) -> float:
+    """RMSD of ``moved`` to the ligand; each residue takes its own best order of atoms."""
+    truth, resolved = sample.truth[ligand], sample.resolved[ligand]
+    residue = structure.residue[ligand]
+    total = 0.0
+    for r in np.unique(residue):
+        local = np.flatnonzero(residue == r)
+        orders = structure.automorphisms.get(int(r))
+        if orders is None or orders.shape[1] != len(local):
+            orders = np.arange(len(local))[None]
+        square = ((moved[local[orders]] - truth[local]) ** 2).sum(-1)
+        total += float(square.sum(-1, where=resolved[local]).min())
+    return float(np.sqrt(total / resolved.sum()))

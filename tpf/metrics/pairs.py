@@ -1,0 +1,51 @@
+"""Close pairs of atoms, tile by tile, so that memory stays bounded for any number of atoms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tpf.metrics.structure import Floats, Ints
+
+EPS = 1e-10
+"""Square Angstrom inside the root of every distance (metrics.md part A)."""
+TILE_VALUES = 1 << 18
+"""Distances held at a time (2 MiB in FP64, which stays in cache)."""
+
+
+def distances(x: Floats, i: Ints, j: Ints) -> Floats:
+    """Return the distances of index pairs [n] of positions [A, 3]."""
+    delta = x[i] - x[j]
+    return np.asarray(np.sqrt(EPS + np.einsum("nc,nc->n", delta, delta)))
+
+
+def close_pairs(x: Floats, cutoff: float) -> Iterator[tuple[Ints, Ints, Floats]]:
+    """Yield (i, j, distance) with distance < cutoff, every unordered pair of [A, 3] once.
+
+    Atoms are sorted along the longest axis, and a tile of rows meets only the columns that the
+    cut-off can reach. Positions must be finite.
+    """
+    n = len(x)
+    if n < 2:
+        return
+    axis = int(np.ptp(x, axis=0).argmax())
+    order = np.argsort(x[:, axis], kind="stable")
+    xs = np.ascontiguousarray(x[order].T)
+    ends = np.searchsorted(xs[axis], xs[axis] + cutoff, side="right")
+    start = 0
+    while start < n - 1:
+        rows = max(1, min(n - start, TILE_VALUES // max(1, int(ends[start]) - start)))
+        stop = start + rows
+        end = int(ends[stop - 1])
+        square = np.full((rows, end - start), EPS)
+        for c in range(3):
+            delta = xs[c, start:stop, None] - xs[c, None, start:end]
+            delta *= delta
+            square += delta
+        row, column = np.nonzero(square < cutoff * cutoff)
+        upper = column > row
+        row, column = row[upper], column[upper]
+        found = np.sqrt(square[row, column])
+        yield order[row + start], order[column + start], found
+        start = stop

@@ -1,0 +1,125 @@
+"""The whole network (AF3 Alg 1): trunk, rollout, denoiser and heads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tpf.config import ModelConfig
+from tpf.errors import UsageError
+from tpf.model.diffusion import DiffusionModule, Trunk
+from tpf.model.embed import InputEmbedder
+from tpf.model.heads import AuxHeads
+from tpf.model.msa import MSAEmbedder, MSAModule
+from tpf.model.pairformer import PairformerStack
+from tpf.model.primitives import LayerNorm, Linear, no_autocast
+from tpf.model.sample import noise_schedule, sample
+from tpf.model.template import TemplateEmbedder
+
+VERSION = (2, 0, 0)
+"""Version of the parameter layout, that of OpenFold3."""
+
+Features = dict[str, Any]
+Precision = Literal["bf16-mixed", "fp32"]
+
+
+class Model(nn.Module):
+    """AlphaFold3-style network with OpenFold3's parameter names.
+
+    Methods take features with a leading batch axis (spec model.md 1.3) and use torch's default
+    generators. Parameters stay FP32; all but ``trunk`` computes in the dtype of the parameters.
+    """
+
+    version_tensor: Tensor
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.register_buffer("version_tensor", torch.tensor(VERSION))
+        self.input_embedder = InputEmbedder(cfg)
+        self.layer_norm_z = LayerNorm(cfg.c_z)
+        self.linear_z = Linear(cfg.c_z, cfg.c_z, init="final")
+        self.template_embedder = TemplateEmbedder(cfg)
+        self.msa_module_embedder = MSAEmbedder(cfg)
+        self.msa_module = MSAModule(cfg)
+        self.layer_norm_s = LayerNorm(cfg.c_s)
+        self.linear_s = Linear(cfg.c_s, cfg.c_s, init="final")
+        self.pairformer_stack = PairformerStack(cfg, cfg.pairformer_blocks)
+        self.diffusion_module = DiffusionModule(cfg)
+        self.aux_heads = AuxHeads(cfg)
+
+    def trunk(self, f: Features, n_cycles: int, precision: Precision = "fp32") -> Trunk:
+        """Run embedder, templates, MSA module and Pairformer ``n_cycles`` times.
+
+        ``bf16-mixed`` runs under BF16 autocast; ``fp32`` leaves the caller's autocast as it is.
+        Gradients flow through the last cycle only. Raises UsageError for no cycle, and for FP16.
+        """
+        if n_cycles < 1:
+            raise UsageError(f"trunk got {n_cycles} cycles; give at least 1")
+        device = f["token_mask"].device
+        mixed = precision == "bf16-mixed"
+        with torch.autocast(device.type, dtype=torch.bfloat16) if mixed else nullcontext():
+            s_input, s_init, z_init = self.input_embedder(f)
+            dtype = _stream_dtype(device, s_input.dtype)
+            s_init, z_init = s_init.to(dtype), z_init.to(dtype)
+            s, z = torch.zeros_like(s_init), torch.zeros_like(z_init)
+            with torch.no_grad():
+                for _ in range(n_cycles - 1):
+                    s, z = self._cycle(f, Trunk(s_input, s_init, z_init), s, z)
+            # Casts of weights that autocast kept from the cycles above carry no gradient.
+            torch.clear_autocast_cache()
+            s, z = self._cycle(f, Trunk(s_input, s_init, z_init), s, z)
+        return Trunk(s_input, s.to(s_input.dtype), z.to(s_input.dtype))
+
+    def _cycle(self, f: Features, first: Trunk, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one recycling iteration (AF3 Alg 1 steps 7-13) on s [B, N, c_s], z [B, N, N, c_z]."""
+        mask = f["token_mask"] > 0
+        z = first.z + self.linear_z(self.layer_norm_z(z))
+        if self.cfg.templates and f["template_restype"].shape[1]:
+            z = z + self.template_embedder(f, z, mask)
+        m, msa_mask = self.msa_module_embedder(f, first.s_input)
+        z = self.msa_module(m, z, msa_mask, mask)
+        s = first.s + self.linear_s(self.layer_norm_s(s))
+        s, z = self.pairformer_stack(s, z, mask)
+        return s, z
+
+    def denoise(self, f: Features, trunk: Trunk, x_noisy: Tensor, t: Tensor) -> Tensor:
+        """Denoise x_noisy [B, S, A, 3] (Angstrom) at noise levels t [B, S]: [B, S, A, 3]."""
+        return self.diffusion_module(self.diffusion_module.prepare(f, trunk), x_noisy, t)
+
+    @torch.no_grad()
+    def rollout(self, f: Features, trunk: Trunk, n_samples: int, n_steps: int) -> Tensor:
+        """Sample structures [B, S, A, 3] in Angstrom (AF3 Alg 18); padded atoms are zero."""
+        context = self.diffusion_module.prepare(f, trunk)
+        return sample(
+            lambda x, t: self.diffusion_module(context, x, t),
+            f["atom_mask"] > 0,
+            n_samples,
+            noise_schedule(n_steps, self.cfg.sigma_data),
+            trunk.z.dtype,
+        )
+
+    def distogram(self, trunk: Trunk) -> Tensor:
+        """Return distance logits [B, N, N, 64]."""
+        with no_autocast(trunk.z.device):
+            return self.aux_heads.distogram(trunk.z)
+
+    def confidence(self, f: Features, trunk: Trunk, x: Tensor) -> dict[str, Tensor]:
+        """Return logits for structures x [B, S, A, 3]; gradients stop at trunk and x.
+
+        plddt [B, S, A, 50], resolved [B, S, A, 2], pae and pde [B, S, N, N, 64].
+        """
+        return self.aux_heads.confidence(f, trunk, x)
+
+
+def _stream_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the residual streams: that of autocast, if it is on."""
+    if not torch.is_autocast_enabled(device.type) or dtype == torch.float64:
+        return dtype
+    stream = torch.get_autocast_dtype(device.type)
+    if stream == torch.float16:
+        raise UsageError("the trunk runs under float16 autocast, which overflows; use bfloat16")
+    return stream

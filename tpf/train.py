@@ -1,0 +1,400 @@
+"""The training loop: devices, data, model, optimiser, resume, steps, validation, summary.
+
+The story of a run is ``train``; a whole step is ``Trainer.train_step``.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from tpf import checkpoint, dist, guard
+from tpf.config import Config
+from tpf.data.batch import to_device
+from tpf.data.dataset import CropDataset, Loader, ValidationDataset
+from tpf.data.records import Entries
+from tpf.errors import Interrupted, UsageError
+from tpf.estimate import memory_gb
+from tpf.model.model import Model
+from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
+from tpf.report.train import write_train_report
+from tpf.runfolder import RunFolder
+from tpf.step import Draws, draws, sample_loss
+from tpf.validate import validate_model
+
+
+class Display(Protocol):
+    """Receives what a run tells its user; the command line draws it."""
+
+    def start(self, facts: dict[str, Any]) -> None: ...
+    def step(self, record: dict[str, Any], steps: int) -> None: ...
+    def validation(self, step: int, result: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def end(self, summary: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where a run starts and writes."""
+
+    out: Path
+    resume: bool = False
+    init: Path | None = None
+
+
+@dataclass
+class Stop:
+    """Set by SIGINT, SIGTERM or SIGUSR1; the loop ends after the step in progress."""
+
+    signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Catch the signals while the block runs; a second one acts at once."""
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        previous = {number: signal.getsignal(number) for number in signals}
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            for known, action in previous.items():
+                signal.signal(known, action)
+
+        for number in signals:
+            signal.signal(number, handler)
+        try:
+            yield self
+        finally:
+            for number, action in previous.items():
+                signal.signal(number, action)
+
+
+@dataclass
+class Trainer:
+    """The state of a run: everything that a checkpoint restores, and what it is made with."""
+
+    config: Config
+    world: dist.World
+    model: Model
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    step: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, config: Config, world: dist.World) -> Trainer:
+        """Make the model (weights drawn from the seed), optimiser and EMA."""
+        torch.manual_seed(config.train.seed)
+        model = Model(config.model).to(world.device)
+        return cls(
+            config, world, model, build_optimizer(model, config.train), Ema(model, config.train.ema)
+        )
+
+    def save(self, run: RunFolder) -> Path:
+        """Write the checkpoint of the present step and delete the oldest ones."""
+        tensors = {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": _optimizer_tensors(self.model, self.optimizer),
+        }
+        extra = {"seed": self.config.train.seed, "skipped": self.skipped}
+        path = checkpoint.save(run.path, self.step, self.config, tensors, extra)
+        checkpoint.prune(run.path, self.config.train.keep)
+        return path
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Take over model, EMA, optimiser and step of a checkpoint."""
+        checkpoint.load_weights(self.model, saved.model, str(saved.path))
+        self.ema.load_state_dict(saved.ema)
+        _load_optimizer(self.model, self.optimizer, saved.optimizer)
+        self.step = saved.step
+        self.skipped = list(saved.extra.get("skipped", []))
+
+    def train_step(
+        self, samples: list[dict[str, Any]], gradients: SampleGradients, run: RunFolder
+    ) -> dict[str, Any]:
+        """Do one optimiser step over this rank's samples and return its record.
+
+        Each sample's gradient is clipped before the average (spec model.md section 7). Raises
+        ``guard.NonFinite`` with the sample, module and tensor after writing a replay file.
+        """
+        cfg = self.config.train
+        device = self.world.device
+        self.model.train()
+        rate = learning_rate(self.step + 1, cfg)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        terms: dict[str, float] = {}
+        norms, ids, events = [], [], []
+        for features in samples:
+            draw = draws(cfg, self.step, features["position"][0])
+            batch = to_device(features, device)
+            loss = sample_loss(self.model, batch, self.config, draw)
+            ids += batch["id"]
+            if not math.isfinite(value := float(loss.total)):
+                self._fail(run, features, draw, f"loss is {value}")
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            norm = gradients.add()
+            if not math.isfinite(norm):
+                self._fail(run, features, draw, f"gradient norm is {norm}")
+            norms.append(norm)
+            events += loss.events
+            for name, term in {"loss": loss.total, **loss.terms}.items():
+                terms[name] = terms.get(name, 0.0) + float(term)
+        self.world.sum_(gradients.buffer)
+        gradients.average()
+        self.optimizer.step()
+        gradients.reset()
+        self.ema.update(self.model)
+        self.step += 1
+        means = {name: value / len(samples) for name, value in terms.items()}
+        record = {"step": self.step, **means, "lr": rate, "grad_norm": max(norms), "samples": ids}
+        return record | ({"events": events} if events else {})
+
+    def _fail(self, run: RunFolder, features: dict[str, Any], draw: Draws, what: str) -> None:
+        path = run.path / f"replay-step-{self.step + 1:06d}-rank-{self.world.rank}.pt"
+        micro = {"batch": features, "step": draw.step, "index": draw.index}
+        guard.write_replay(path, self.config, self.model, micro)
+        where = locate(self.model, features, self.config, draw, self.world.device)
+        raise guard.NonFinite(
+            f"step {self.step + 1}, sample {', '.join(features['id'])}: {what}; first not finite: "
+            f"{where}. Run the step again with: tpf train --replay {path}"
+        )
+
+
+def locate(
+    model: Model, features: dict[str, Any], config: Config, draw: Draws, device: torch.device
+) -> str:
+    """Run one sample's step again with every module watched; say what is not finite first."""
+    batch = to_device(features, device)
+    if bad := guard.first_nonfinite(batch, "features"):
+        return bad
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        if not parameter.isfinite().all():
+            return f"parameter {name}"
+    with guard.watch(model) as found:
+        loss = sample_loss(model, batch, config, draw)
+        if not found:
+            bad = guard.first_nonfinite(loss.terms, "loss")
+            if bad:
+                found.append(bad)
+        if not found:
+            loss.total.backward()  # type: ignore[no-untyped-call]
+    return found[0] if found else "nothing: the step is finite when run again"
+
+
+def _optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{key}.{names[parameter]}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def _load_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    parameters = dict(model.named_parameters())
+    for entry, value in tensors.items():
+        key, name = entry.split(".", 1)
+        parameter = parameters[name]
+        place = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = value.to(place)
+
+
+def replay(path: Path, device: torch.device) -> str:
+    """Run again the step of a replay file; return what was not finite first."""
+    from tpf.config import from_dict
+
+    content = guard.read_replay(path)
+    config = from_dict(content["config"])
+    model = Model(config.model).to(device)
+    checkpoint.load_weights(model, content["model"], str(path))
+    model.train()
+    draw = draws(config.train, content["step"], content["index"])
+    where = locate(model, content["batch"], config, draw, device)
+    return f"step {content['step'] + 1}, sample {', '.join(content['batch']['id'])}: {where}"
+
+
+def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
+    """Run the whole job on this rank and return the summary.
+
+    Raises ``UsageError`` for wrong input, ``guard.NonFinite`` for a step that is not finite, and
+    ``Interrupted`` after a signal, with the state saved.
+    """
+    cfg = config.train
+    world = dist.start()
+    if cfg.batch_size % world.size:
+        raise UsageError(
+            f"--batch-size {cfg.batch_size} does not divide over {world.size} ranks; "
+            f"give a multiple of {world.size}"
+        )
+    entries = Entries(config.data)
+    dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed)
+    targets = ValidationDataset(entries, config.data, max_tokens=config.validate.max_tokens)
+    trainer = Trainer.build(config, world)
+    run = _open(trainer, options, display, world)
+    if world.is_main:
+        display.start(_facts(trainer, run, entries, targets))
+        for bad in entries.skipped:
+            display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
+    stop = Stop()
+    results: dict[int, dict[str, Any]] = {}
+    with stop.listening():
+        if not options.resume:
+            results[0] = _validate(trainer, run, targets, display, stop)
+        _loop(trainer, run, dataset, targets, display, stop, results)
+        if trainer.step not in results:
+            results[trainer.step] = _validate(trainer, run, targets, display, stop)
+    summary = _summary(trainer, run, results)
+    if world.is_main:
+        write_train_report(run.path)
+        display.end(summary)
+    return summary
+
+
+def _open(trainer: Trainer, options: Options, display: Display, world: dist.World) -> RunFolder:
+    if options.resume:
+        run = RunFolder.open(options.out)
+        saved = checkpoint.load_last(run.path, display.message)
+        trainer.restore(saved)
+        if world.is_main:
+            run.truncate_log(saved.step)
+            display.message(f"resuming {run.path} after step {saved.step}")
+        return run
+    if options.init is not None:
+        saved = checkpoint.load(checkpoint.resolve(options.init))
+        checkpoint.load_weights(trainer.model, saved.ema, str(saved.path))
+        trainer.ema = Ema(trainer.model, trainer.config.train.ema)
+    run = RunFolder.create(options.out, trainer.config) if world.is_main else RunFolder(options.out)
+    world.barrier()
+    return run
+
+
+def _loop(
+    trainer: Trainer,
+    run: RunFolder,
+    dataset: CropDataset,
+    targets: ValidationDataset,
+    display: Display,
+    stop: Stop,
+    results: dict[int, dict[str, Any]],
+) -> None:
+    cfg, world = trainer.config.train, trainer.world
+    gradients = SampleGradients(trainer.model, cfg.clip)
+    loader = Loader(
+        dataset,
+        batch_size=cfg.batch_size,
+        rank=world.rank,
+        world=world.size,
+        start_step=trainer.step,
+        stop_step=cfg.steps,
+        workers=trainer.config.data.workers,
+    )
+    stream = iter(loader)
+    while trainer.step < cfg.steps and not stop():
+        begin = time.perf_counter()
+        samples = next(stream)
+        loaded = time.perf_counter()
+        record = trainer.train_step(samples, gradients, run)
+        done = time.perf_counter()
+        trainer.skipped += [bad for sample in samples for bad in sample["skipped"][0]]
+        tokens = sum(float(s["token_mask"].sum()) for s in samples) * world.size
+        record |= {
+            "step_ms": round(1e3 * (done - begin), 3),
+            "data_ms": round(1e3 * (loaded - begin), 3),
+            "tokens_per_s": round(tokens / (done - begin), 1),
+            "skipped": len(trainer.skipped),
+        }
+        if world.device.type == "cuda":
+            record["max_mem_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        if world.is_main:
+            run.log(record)
+            display.step(record, cfg.steps)
+            if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
+                trainer.save(run)
+        if cfg.validate_every and trainer.step % cfg.validate_every == 0:
+            results[trainer.step] = _validate(trainer, run, targets, display, stop)
+    if stop():
+        _interrupt(trainer, run)
+
+
+def _interrupt(trainer: Trainer, run: RunFolder) -> None:
+    if trainer.world.is_main:
+        trainer.save(run)
+    trainer.world.barrier()
+    raise Interrupted(
+        f"interrupted after step {trainer.step}; go on with: tpf train --resume {run.path}"
+    )
+
+
+def _validate(
+    trainer: Trainer, run: RunFolder, targets: ValidationDataset, display: Display, stop: Stop
+) -> dict[str, Any]:
+    """Validate the EMA weights on rank 0 while the others wait."""
+    result: dict[str, Any] = {}
+    if trainer.world.is_main:
+        with trainer.ema.applied_to(trainer.model):
+            found = validate_model(
+                trainer.model,
+                targets,
+                trainer.config,
+                run.validation_dir(trainer.step),
+                origin=f"{run.path}, step {trainer.step}",
+                should_stop=stop,
+            )
+        if found is not None:
+            result = found
+            display.validation(trainer.step, result)
+    trainer.world.barrier()
+    if stop():
+        _interrupt(trainer, run)
+    return result
+
+
+def _facts(
+    trainer: Trainer, run: RunFolder, entries: Entries, targets: ValidationDataset
+) -> dict[str, Any]:
+    config = trainer.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return {
+        "run": str(run.path),
+        "config": config.name,
+        "parameters": parameters,
+        "device": str(trainer.world.device),
+        "ranks": trainer.world.size,
+        "precision": config.train.precision,
+        "entries": len(entries),
+        "targets": len(targets),
+        "crop": config.data.crop,
+        "steps": config.train.steps,
+        "batch_size": config.train.batch_size,
+        "triangle_operators": describe_impl(config.model.impl, trainer.world.device),
+        "memory_gb": round(memory_gb(config, parameters), 2),
+    }
+
+
+def _summary(
+    trainer: Trainer, run: RunFolder, results: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "run": str(run.path),
+        "steps": trainer.step,
+        "skipped": trainer.skipped,
+        "validation": {step: result.get("dataset", {}) for step, result in sorted(results.items())},
+    }
