@@ -7,6 +7,7 @@ returns plain dataclasses. OmegaConf is used in this file only.
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -216,9 +217,7 @@ class Config:
 
 def _preset_path(config: str) -> Path:
     if config in PRESETS:
-        import tpf.presets
-
-        return Path(tpf.presets.__path__[0]) / f"{config}.yaml"
+        return Path(str(importlib.resources.files("tpf.presets") / f"{config}.yaml"))
     path = Path(config)
     if not path.is_file():
         raise UsageError(f"--config {config}: neither a preset ({', '.join(PRESETS)}) nor a file")

@@ -68,12 +68,10 @@ def conclusion() -> str:
     """Say what ``--impl auto`` will use on this machine."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "--impl auto uses: torch (the reference path; no NVIDIA GPU is visible)"
-    capability = torch.cuda.get_device_capability()
-    if capability == (9, 0):
-        return "--impl auto uses: cuda (Hopper kernels) for BF16, torch otherwise"
-    return f"--impl auto uses: flex for BF16 on compute capability {capability}, torch otherwise"
+    from tpf.kernels.describe import describe_impl
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return f"--impl auto uses: {describe_impl('auto', device)}"
 
 
 def _python() -> Finding:
@@ -128,7 +126,7 @@ def _nccl() -> Finding:
 
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return Finding("nccl", "missing", "this torch build has no NCCL; several ranks use Gloo")
-    version = torch.cuda.nccl.version()
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return Finding("nccl", "ok", ".".join(map(str, version)))
 
 
@@ -188,7 +186,8 @@ def _attention() -> Finding:
 
     def run(inputs: list[torch.Tensor], impl: Literal["auto", "torch"]) -> list[torch.Tensor]:
         inputs = [x.detach().requires_grad_() for x in inputs]
-        out = triangle_attention(*inputs, impl=impl)
+        q, k, v, bias = inputs
+        out = triangle_attention(q, k, v, bias, impl=impl)
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
     want = run(exact, "torch")

@@ -65,7 +65,7 @@ def watch(model: nn.Module) -> Iterator[list[str]]:
         if name:
             handles.append(module.register_forward_hook(forward_hook(name)))
     for name, parameter in model.named_parameters():
-        handles.append(parameter.register_post_accumulate_grad_hook(gradient_hook(name)))
+        handles.append(parameter.register_post_accumulate_grad_hook(gradient_hook(name)))  # type: ignore[no-untyped-call]
     try:
         yield found
     finally:

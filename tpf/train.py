@@ -20,10 +20,12 @@ import torch
 from tpf import checkpoint, dist, guard
 from tpf.config import Config
 from tpf.data.batch import to_device
-from tpf.data.dataset import CropDataset, Loader, ValidationDataset
+from tpf.data.dataset import CropDataset, Loader
 from tpf.data.records import Entries
 from tpf.errors import Interrupted, UsageError
 from tpf.estimate import memory_gb
+from tpf.kernels.describe import describe_impl
+from tpf.metrics.schema import to_dict
 from tpf.model.model import Model
 from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
 from tpf.report.train import write_train_report
@@ -198,11 +200,10 @@ def locate(
 def _optimizer_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{key}.{names[parameter]}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{key}.{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
     }
 
 
@@ -246,21 +247,20 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
         )
     entries = Entries(config.data)
     dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed)
-    targets = ValidationDataset(entries, config.data, max_tokens=config.validate.max_tokens)
     trainer = Trainer.build(config, world)
     run = _open(trainer, options, display, world)
     if world.is_main:
-        display.start(_facts(trainer, run, entries, targets))
+        display.start(_facts(trainer, run, entries))
         for bad in entries.skipped:
             display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
     stop = Stop()
     results: dict[int, dict[str, Any]] = {}
     with stop.listening():
         if not options.resume:
-            results[0] = _validate(trainer, run, targets, display, stop)
-        _loop(trainer, run, dataset, targets, display, stop, results)
+            results[0] = _validate(trainer, run, entries, display, stop)
+        _loop(trainer, run, dataset, display, stop, results)
         if trainer.step not in results:
-            results[trainer.step] = _validate(trainer, run, targets, display, stop)
+            results[trainer.step] = _validate(trainer, run, entries, display, stop)
     summary = _summary(trainer, run, results)
     if world.is_main:
         write_train_report(run.path)
@@ -290,7 +290,6 @@ def _loop(
     trainer: Trainer,
     run: RunFolder,
     dataset: CropDataset,
-    targets: ValidationDataset,
     display: Display,
     stop: Stop,
     results: dict[int, dict[str, Any]],
@@ -329,7 +328,7 @@ def _loop(
             if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
                 trainer.save(run)
         if cfg.validate_every and trainer.step % cfg.validate_every == 0:
-            results[trainer.step] = _validate(trainer, run, targets, display, stop)
+            results[trainer.step] = _validate(trainer, run, dataset.entries, display, stop)
     if stop():
         _interrupt(trainer, run)
 
@@ -344,7 +343,7 @@ def _interrupt(trainer: Trainer, run: RunFolder) -> None:
 
 
 def _validate(
-    trainer: Trainer, run: RunFolder, targets: ValidationDataset, display: Display, stop: Stop
+    trainer: Trainer, run: RunFolder, entries: Entries, display: Display, stop: Stop
 ) -> dict[str, Any]:
     """Validate the EMA weights on rank 0 while the others wait."""
     result: dict[str, Any] = {}
@@ -352,14 +351,14 @@ def _validate(
         with trainer.ema.applied_to(trainer.model):
             found = validate_model(
                 trainer.model,
-                targets,
+                entries,
                 trainer.config,
                 run.validation_dir(trainer.step),
                 origin=f"{run.path}, step {trainer.step}",
                 should_stop=stop,
             )
         if found is not None:
-            result = found
+            result = to_dict(found)
             display.validation(trainer.step, result)
     trainer.world.barrier()
     if stop():
@@ -367,9 +366,7 @@ def _validate(
     return result
 
 
-def _facts(
-    trainer: Trainer, run: RunFolder, entries: Entries, targets: ValidationDataset
-) -> dict[str, Any]:
+def _facts(trainer: Trainer, run: RunFolder, entries: Entries) -> dict[str, Any]:
     config = trainer.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     return {
@@ -380,7 +377,6 @@ def _facts(
         "ranks": trainer.world.size,
         "precision": config.train.precision,
         "entries": len(entries),
-        "targets": len(targets),
         "crop": config.data.crop,
         "steps": config.train.steps,
         "batch_size": config.train.batch_size,

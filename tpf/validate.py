@@ -15,12 +15,13 @@ from torch import Tensor
 
 from tpf import checkpoint
 from tpf.config import Config, load
-from tpf.data.batch import to_device, to_torch
+from tpf.data.batch import Batch, to_device, to_torch
 from tpf.data.dataset import ValidationDataset
-from tpf.data.records import Entries
+from tpf.data.records import Entries, Record
+from tpf.data.tables import Tables
 from tpf.data.write import write_mmcif
 from tpf.errors import DataError, UsageError
-from tpf.metrics.confidence import expected_plddt
+from tpf.metrics.confidence import PLDDT_RANGE, expected
 from tpf.metrics.evaluate import evaluate_samples
 from tpf.metrics.schema import (
     SeedResult,
@@ -29,7 +30,6 @@ from tpf.metrics.schema import (
     Validation,
     compare,
     read_json,
-    to_dict,
     write_csv,
     write_json,
 )
@@ -42,34 +42,36 @@ _TORCH_STREAM = 3
 
 def validate_model(
     model: Model,
-    targets: ValidationDataset,
+    entries: Entries,
     config: Config,
     folder: Path,
     *,
     origin: str,
+    only: list[str] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[str, int, int], None] = lambda target, done, total: None,
 ) -> Validation | None:
-    """Sample and score every target with the model's present weights; write ``folder``.
+    """Sample and score every entry, or those of the ids ``only``; write ``folder``.
 
-    Returns None if ``should_stop`` became true; nothing but predicted structures is written then.
-    The model's training mode is restored. A target that fails is skipped with its reason.
+    Uses the model's present weights and restores its training mode. A target that fails is
+    skipped with its reason. Returns None if ``should_stop`` became true; nothing but predicted
+    structures is written then.
     """
+    targets = Targets(entries, config, only)
     was_training = model.training
     model.eval()
     done: list[TargetResult] = []
-    skipped = [Skipped(s.id, f"{s.stage}: {s.reason}") for s in targets.skipped]
+    skipped = list(targets.skipped)
     try:
-        for index in range(len(targets)):
-            name = targets.records[index].id
-            progress(name, index, len(targets))
+        for count, index in enumerate(targets.chosen):
+            record = targets.record(index)
+            progress(record.id, count, len(targets.chosen))
             try:
-                done.append(_target(model, targets, index, config, folder / "predicted"))
+                done.append(_validate_target(model, targets, index, folder / "predicted"))
             except DataError as error:
-                skipped.append(Skipped(name, f"{error.stage}: {error.reason}"))
+                skipped.append(Skipped(record.id, f"{error.stage}: {error.reason}"))
             except torch.OutOfMemoryError:
-                tokens = targets.records[index].n_tokens
-                skipped.append(Skipped(name, f"out of memory at {tokens} tokens"))
+                skipped.append(Skipped(record.id, f"out of memory at {record.n_tokens} tokens"))
             if should_stop():
                 return None
     finally:
@@ -82,6 +84,44 @@ def validate_model(
     write_csv(result, folder / "targets.csv")
     write_validation_report(result, folder / "report.html")
     return result
+
+
+class Targets:
+    """Whole entries to validate on: one data set for each evaluation seed."""
+
+    def __init__(self, entries: Entries, config: Config, only: list[str] | None) -> None:
+        """Choose the entries; raise ``UsageError`` if an id of ``only`` is not there."""
+        self.config = config
+        self._seeds = [
+            ValidationDataset(
+                entries, config.data, max_tokens=config.validate.max_tokens, seed=seed
+            )
+            for seed in range(config.validate.seeds)
+        ]
+        wanted = None if only is None else set(only)
+        known = {record.id for record in entries.records}
+        if wanted is not None and (absent := sorted(wanted - known)):
+            raise UsageError(
+                f"--targets: {len(absent)} ids are not among the usable entries of --data, "
+                f"such as {absent[0]}"
+            )
+        first = self._seeds[0]
+        self.chosen = [i for i, r in enumerate(first.records) if wanted is None or r.id in wanted]
+        self.skipped = [
+            Skipped(s.id, f"{s.stage}: {s.reason}")
+            for s in first.skipped
+            if wanted is None or s.id in wanted
+        ]
+
+    def record(self, index: int) -> Record:
+        return self._seeds[0].records[index]
+
+    def batch(self, index: int, seed: int) -> Batch:
+        """Return the features of a target under a seed, as a batch of one."""
+        return to_torch(self._seeds[seed][index])
+
+    def tables(self, index: int) -> Tables:
+        return self._seeds[0].tokens(index).tables
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -100,16 +140,15 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _target(
-    model: Model, targets: ValidationDataset, index: int, config: Config, folder: Path
-) -> TargetResult:
+def _validate_target(model: Model, targets: Targets, index: int, folder: Path) -> TargetResult:
+    config, record = targets.config, targets.record(index)
     device = next(model.parameters()).device
-    record = targets.records[index]
-    seeds = []
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
     for seed in range(config.validate.seeds):
         stream = np.random.SeedSequence([seed, _TORCH_STREAM, *record.id.encode()])
         torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
-        batch = to_device(to_torch(targets.features(index, seed)), device)
+        batch = to_device(targets.batch(index, seed), device)
         trunk = model.trunk(batch, config.validate.recycles + 1, config.train.precision)
         x = model.rollout(batch, trunk, config.validate.samples, config.validate.sampling_steps)
         if not x.isfinite().all():
@@ -119,17 +158,13 @@ def _target(
             raise DataError(record.id, "alignment", "; ".join(aligned.events))
         heads = model.confidence(batch, trunk, x)
         truth = (aligned.positions, aligned.resolved)
-        samples = evaluate_samples(
-            batch, x, truth, heads, model.distogram(trunk), extras=config.validate.extras
-        )
-        seeds.append(SeedResult.build(seed, samples))
-        tokens = targets.tokens(index)
+        samples = evaluate_samples(batch, x, truth, heads, model.distogram(trunk))
+        results.append(SeedResult.build(seed, samples))
+        plddt = 100 * expected(heads["plddt"][0], PLDDT_RANGE)
         for k in range(x.shape[1]):
             path = folder / f"{record.id}-seed{seed}-sample{k}.cif"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            plddt = 100 * expected_plddt(heads["plddt"][0, k])
-            write_mmcif(path, tokens.tables, _numpy(x[0, k]), _numpy(plddt))
-    return TargetResult(record.id, record.n_tokens, seeds)
+            write_mmcif(path, targets.tables(index), _numpy(x[0, k]), _numpy(plddt[k]))
+    return TargetResult(record.id, record.n_tokens, results)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -158,14 +193,18 @@ def validate_checkpoint(
     elif out.exists():
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     entries = Entries(config.data)
-    dataset = ValidationDataset(entries, config.data, max_tokens=config.validate.max_tokens)
-    if targets is not None:
-        dataset.select(_read_ids(targets))
+    only = None if targets is None else _read_ids(targets)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Model(config.model).to(device)
     checkpoint.load_weights(model, saved.ema, str(folder))
     result = validate_model(
-        model, dataset, config, out, origin=f"{run}, step {saved.step}", progress=progress
+        model,
+        entries,
+        config,
+        out,
+        origin=f"{run}, step {saved.step}",
+        only=only,
+        progress=progress,
     )
     assert result is not None
     return result, out
@@ -204,8 +243,3 @@ def compare_files(first: Path, second: Path, resamples: int) -> dict[str, Any]:
         "targets": len(a.targets),
         "resamples": difference.resamples,
     }
-
-
-def document(result: Validation) -> dict[str, Any]:
-    """Return the document of metrics.json."""
-    return to_dict(result)

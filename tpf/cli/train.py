@@ -23,7 +23,7 @@ RUNS = Path("runs")
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Any configuration value, as train.clip=5."),
+        typer.Argument(metavar="KEY=VALUE", help="Any configuration value, as train.clip=5."),
     ] = None,
     config: Annotated[
         str | None,
@@ -60,7 +60,7 @@ def train(
     validate_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints kept.")] = None,
-    wandb: Annotated[str | None, typer.Option(help="disabled, offline or online.")] = None,
+    wandb: Annotated[str | None, typer.Option(help="auto, disabled, offline or online.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> None:
     """Train a model on a folder of structures; validate before and after."""

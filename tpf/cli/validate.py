@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click import Context
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from tpf.metrics.schema import Validation
 
 
 class _CheckpointOrCommand(TyperGroup):
     """A group whose first word may be a checkpoint: then it means ``run``."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -33,7 +35,7 @@ app = typer.Typer(
 def run(
     checkpoint: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration values.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration values.")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Folder or list file [default: that of the run]")
@@ -55,6 +57,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json.")] = False,
 ) -> None:
     """Sample structures from a checkpoint and score them (the default command)."""
+    from tpf.metrics.schema import to_dict
     from tpf.validate import validate_checkpoint
 
     flags = {
@@ -67,11 +70,17 @@ def run(
         "model.impl": impl,
     }
     given = [f"{key}={json.dumps(v)}" for key, v in flags.items() if v is not None]
-    result = validate_checkpoint(checkpoint, given + (overrides or []), targets=targets, out=out)
+    result, folder = validate_checkpoint(
+        checkpoint, given + (overrides or []), targets=targets, out=out, progress=_progress
+    )
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(to_dict(result)))
     else:
-        _print(result)
+        _print(result, folder)
+
+
+def _progress(target: str, done: int, total: int) -> None:
+    typer.echo(f"target {done + 1} of {total}: {target}", err=True)
 
 
 @app.command("compare")
@@ -96,20 +105,21 @@ def compare(
     )
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: Validation, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{len(result['targets'])} targets of {result['checkpoint']}")
+    table = Table(title=f"{len(result.targets)} targets of {result.checkpoint}")
     for name in ("metric", "mean", "sd over seeds", "targets"):
         table.add_column(name, justify="left" if name == "metric" else "right")
-    for name, value in result["dataset"].items():
-        sd = "–" if value["sd"] is None else f"{value['sd']:.4f}"
-        table.add_row(name, f"{value['mean']:.4f}", sd, str(value["n"]))
+    for name, value in result.dataset.items():
+        sd = "–" if value.sd is None else f"{value.sd:.4f}"
+        table.add_row(name, f"{value.mean:.4f}", sd, str(value.n))
     console.print(table)
-    selection = result["model_selection"]
-    console.print(f"model selection ({result['settings']['selection_weights']}): {selection}")
-    for item in result["skipped"]:
-        console.print(f"skipped {item['id']}: {item['reason']}")
-    console.print(f"written to {result['folder']}")
+    chosen = result.model_selection
+    score = "–" if chosen.value is None else f"{chosen.value:.4f}"
+    console.print(f"model selection ({chosen.weights} weights): {score}")
+    for item in result.skipped:
+        console.print(f"skipped {item.id}: {item.reason}")
+    console.print(f"written to {folder} (open report.html there)")

@@ -18,6 +18,12 @@ MAX_CHAINS = 300
 """Polymer chains above which an assembly is refused before it is expanded (AF3 SI 2.5.4)."""
 
 
+_ELEMENTS = [(f"matrix[{i}][{j}]", f"matrix{i}{j}") for i in (1, 2, 3) for j in (1, 2, 3)] + [
+    (f"vector[{i}]", f"vector{i}") for i in (1, 2, 3)
+]
+"""Items of an operator; some programs write them without brackets."""
+
+
 @dataclass(frozen=True)
 class Copy:
     """One application of an operator to a set of chains."""
@@ -51,18 +57,20 @@ def parse_expression(text: str) -> list[tuple[str, ...]]:
 
 
 def _operators(block: Block) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    names = block.columns("pdbx_struct_oper_list", ("id",)).get("id", ())
+    ids = block.columns("pdbx_struct_oper_list", ("id",)).get("id", ())
     result = {}
-    for row, name in enumerate(names):
-        matrix, vector = np.eye(3), np.zeros(3)
-        for i in range(3):
-            for j in range(3):
-                values = block.numbers("pdbx_struct_oper_list", f"matrix[{i + 1}][{j + 1}]")
-                matrix[i, j] = np.nan if values is None else values[row]
-            shifts = block.numbers("pdbx_struct_oper_list", f"vector[{i + 1}]")
-            vector[i] = np.nan if shifts is None else shifts[row]
-        result[str(name)] = (matrix, vector)
+    for row, name in enumerate(ids):
+        numbers = np.array([_element(block, row, *names) for names in _ELEMENTS])
+        result[str(name)] = (numbers[:9].reshape(3, 3), numbers[9:])
     return result
+
+
+def _element(block: Block, row: int, *names: str) -> float:
+    for name in names:
+        values = block.numbers("pdbx_struct_oper_list", name)
+        if values is not None:
+            return float(values[row])
+    return float("nan")
 
 
 def read_assembly(entry: str, block: Block) -> list[Copy] | None:
@@ -92,7 +100,8 @@ def read_assembly(entry: str, block: Block) -> list[Copy] | None:
                     raise DataError(entry, "assembly", f"operator {name} is not in the file")
                 rotation, shift = operators[name]
                 matrix, vector = rotation @ matrix, rotation @ vector + shift
-            if not abs(np.linalg.det(matrix) - 1) < 0.01 or not np.isfinite(vector).all():
+            finite = np.isfinite(matrix).all() and np.isfinite(vector).all()
+            if not finite or abs(np.linalg.det(matrix) - 1) > 0.01:
                 raise DataError(entry, "assembly", f"operator {'*'.join(product)} is no rotation")
             copies.append(Copy(chains, matrix, vector))
     return copies
@@ -163,4 +172,5 @@ def _concatenate(structure: Structure, parts: list[Structure]) -> Structure:
         res_chain=np.concatenate([p.res_chain + chains[k] for k, p in each]).astype("i4"),
         chains=tuple(chain for part in parts for chain in part.chains),
         links=np.concatenate([p.links + atoms[k] for k, p in each]).astype("i4"),
+        dative=np.concatenate([p.dative for p in parts]),
     )

@@ -82,7 +82,9 @@ def guess_element(name: str, comp: str) -> int:
     return chem.atomic_number(letters[:1])
 
 
-def _elements(columns: Columns, name: NDArray[np.str_], comp: NDArray[np.str_]) -> NDArray[np.int32]:
+def _elements(
+    columns: Columns, name: NDArray[np.str_], comp: NDArray[np.str_]
+) -> NDArray[np.int32]:
     symbol = _optional(columns, "type_symbol")
     symbols, inverse = np.unique(symbol, return_inverse=True)
     element = np.array([chem.atomic_number(str(s)) for s in symbols], dtype=np.int32)[inverse]

@@ -46,9 +46,9 @@ def _stack(arrays: list[NDArray[Any]]) -> Tensor:
     if len({a.shape for a in arrays}) == 1 and all(_is_constant(a) for a in arrays):
         values = torch.tensor([a.flat[0].item() for a in arrays], dtype=_torch_dtype(arrays[0]))
         return values.view(-1, *[1] * arrays[0].ndim).expand(-1, *arrays[0].shape)
-    if len(arrays) == 1:
-        return torch.from_numpy(np.array(arrays[0], copy=not arrays[0].flags.writeable))[None]
     shape = np.max([a.shape for a in arrays], axis=0)
+    if all(a.shape == tuple(shape) for a in arrays):
+        return torch.from_numpy(np.stack(arrays))
     padded = np.zeros((len(arrays), *shape), arrays[0].dtype)
     for row, array in zip(padded, arrays, strict=True):
         row[tuple(slice(0, size) for size in array.shape)] = array

@@ -180,6 +180,15 @@ def read_components(block: Block) -> dict[str, Component]:
     return result
 
 
+def component_from(
+    code: str, names: NDArray[np.str_], elements: NDArray[np.int32], bonds: Columns
+) -> Component:
+    """Return a component of known atoms whose bonds are the rows of ``chem_comp_bond`` for it."""
+    symbols = np.array([chem.ELEMENTS[z] for z in elements.tolist()])
+    atoms = {"atom_id": names, "type_symbol": symbols}
+    return _component(code, {}, atoms, _select(bonds, bonds["comp_id"] == code))
+
+
 def component_of(tables: Tables, residue: int) -> Component:
     """Return the component that a residue of ``tables`` shows: its atoms, bonds and coordinates.
 
@@ -290,6 +299,8 @@ class Dictionary:
     """Path of the user's dictionary (``DataConfig.ccd``): mmCIF, cif.gz or BinaryCIF."""
     own: Mapping[str, Component] = field(default_factory=dict)
     """Definitions that take precedence over all dictionaries."""
+    spare: Mapping[str, Component] = field(default_factory=dict)
+    """Definitions from a structure file for components that no dictionary fits."""
 
     def get(self, code: str) -> Component | None:
         """Return the definition of a component, None if no source has it.
@@ -301,4 +312,8 @@ class Dictionary:
 
     def with_own(self, components: Mapping[str, Component]) -> Dictionary:
         """Return a dictionary in which these components take precedence."""
-        return Dictionary(self.user, {**self.own, **components})
+        return Dictionary(self.user, {**self.own, **components}, self.spare)
+
+    def with_spare(self, components: Mapping[str, Component]) -> Dictionary:
+        """Return a dictionary that also offers these components as ``spare``."""
+        return Dictionary(self.user, self.own, {**self.spare, **components})

@@ -90,10 +90,12 @@ CRYSTAL_AIDS: frozenset[str] = frozenset({
 })
 """Components dropped from X-ray entries (AF3 SI Table 9)."""
 
-NON_METALS: frozenset[int] = frozenset({
-    1, 2, 5, 6, 7, 8, 9, 10, 14, 15, 16, 17, 18, 32, 33, 34, 35, 36, 52, 53, 54, 85, 86,
-})
-"""Atomic numbers that make covalent bonds; a bond to any other element is dative."""
+COVALENT_RADIUS: dict[int, float] = {
+    5: 0.84, 6: 0.76, 7: 0.71, 8: 0.66, 9: 0.57, 14: 1.11, 15: 1.07, 16: 1.05, 17: 1.02,
+    33: 1.19, 34: 1.20, 35: 1.20, 52: 1.38, 53: 1.39,
+}
+"""Angstrom, by atomic number, of the heavy elements that make covalent bonds (Cordero et al. 2008,
+doi:10.1039/b801115j)."""
 # fmt: on
 
 WATERS: frozenset[str] = frozenset({"HOH", "DOD", "WAT", "H2O", "TIP3", "SOL"})

@@ -37,7 +37,7 @@ class Block(Protocol):
         ...
 
     def has(self, category: str) -> bool:
-        """Return whether the block has the category."""
+        """Return whether the block has the category, or the item of a CIF without categories."""
         ...
 
 
@@ -61,7 +61,9 @@ class TextBlock:
         return None if values is None else to_numbers(values)
 
     def has(self, category: str) -> bool:
-        return bool(self.block.find_mmcif_category(f"_{category}."))
+        if self.block.find_mmcif_category(f"_{category}."):
+            return True
+        return len(self.block.find_values(f"_{category}")) > 0
 
 
 @dataclass

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import importlib.util
+import itertools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data.ccd import Component, Dictionary, component_of
-from tpf.data.chem import NON_METALS
+from tpf.data.chem import COVALENT_RADIUS
 from tpf.data.symmetry import automorphisms
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
@@ -32,6 +35,9 @@ CUTOFF = datetime.date(2021, 9, 30)
 """Coordinates of PDB entries after this day are not used (AF3 SI 2.8)."""
 _RESONANT = frozenset({7, 8, 16, 34})
 """Terminal N, O, S, Se: bond orders to them depend on the drawn resonance form."""
+
+_SHOWN: dict[bytes, Component] = {}
+"""Components that entries show and no dictionary has, by content."""
 
 Source = Literal["auto", "rdkit", "ideal"]
 
@@ -91,7 +97,7 @@ def _molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
     """Return the RDKit molecule with hydrogens and stereo, None if RDKit rejects it."""
     from rdkit import Chem, rdBase
 
-    metal = [int(z) not in NON_METALS for z in component.elements]
+    metal = [int(z) not in COVALENT_RADIUS for z in component.elements]
     mol = Chem.RWMol()
     for z, charge in zip(component.elements.tolist(), component.charges.tolist(), strict=True):
         atom = Chem.Atom(int(z))
@@ -110,12 +116,35 @@ def _molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
             mol.GetAtomWithIdx(i).SetIsAromatic(True)
             mol.GetAtomWithIdx(j).SetIsAromatic(True)
     with rdBase.BlockLogs():
-        try:
-            Chem.SanitizeMol(mol)
-            _assign_stereo(mol, component)
-            return Chem.AddHs(mol.GetMol())
-        except (ValueError, RuntimeError):  # valences that RDKit does not know
-            return None
+        for candidate in _hydrogen_choices(mol):
+            try:
+                Chem.SanitizeMol(candidate)
+                _assign_stereo(candidate, component)
+                return Chem.AddHs(candidate.GetMol())
+            except (ValueError, RuntimeError):  # valences or rings that RDKit does not know
+                continue
+    return None
+
+
+def _hydrogen_choices(mol: Any) -> Iterator[Any]:  # noqa: ANN401 - RDKit Mols
+    """Yield the molecule, then copies with a hydrogen on one or two aromatic nitrogens.
+
+    Rings whose bonds are only known to be aromatic do not say which nitrogen has the hydrogen.
+    """
+    from rdkit import Chem
+
+    yield Chem.RWMol(mol)
+    nitrogens = [
+        atom.GetIdx()
+        for atom in mol.GetAtoms()
+        if atom.GetAtomicNum() == 7 and atom.GetIsAromatic() and atom.GetDegree() == 2
+    ]
+    for size in (1, 2):
+        for chosen in itertools.islice(itertools.combinations(nitrogens, size), 20):
+            copy = Chem.RWMol(mol)
+            for index in chosen:
+                copy.GetAtomWithIdx(index).SetNumExplicitHs(1)
+            yield copy
 
 
 def _assign_stereo(mol: Any, component: Component) -> None:  # noqa: ANN401 - an RDKit Mol
@@ -140,7 +169,7 @@ def _first_method(component: Component) -> int | None:
     return next((m for m in range(3) if _embed(component, 0, m) is not None), None)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _embedded(component: Component, number: int) -> NDArray[np.float32] | None:
     """Return conformer ``number`` of the pool, None if every method fails."""
     first = _first_method(component)
@@ -184,10 +213,14 @@ class Conformers:
     source: Source = "auto"
     cutoff: datetime.date = CUTOFF
 
-    def component(self, tables: Tables, residue: int) -> Component:
-        """Return a residue's definition, or what the entry shows of it if no dictionary has it."""
+    def component(self, tables: Tables, residue: int, atoms: NDArray[np.intp]) -> Component:
+        """Return a residue's definition, or what the entry shows of it if none knows its atoms."""
+        names = tuple(tables.atom_name[atoms].tolist())
+        elements = tuple(tables.element[atoms].tolist())
         found = self.dictionary.get(str(tables.res_name[residue]))
-        return component_of(tables, residue) if found is None else found
+        if found is not None and _describes(found, names, elements):
+            return found
+        return _shown(component_of(tables, residue))
 
     def draw(
         self, component: Component, names: tuple[str, ...], rng: np.random.Generator
@@ -201,6 +234,28 @@ class Conformers:
         inside = place >= 0
         known = inside & known[place] if len(component) else inside
         return np.where(known[:, None], pos[place], np.nan).astype(np.float32), known
+
+
+@functools.lru_cache(maxsize=16384)
+def _describes(component: Component, names: tuple[str, ...], elements: tuple[int, ...]) -> bool:
+    """Tell whether a component has these atoms."""
+    place = [component.index.get(name) for name in names]
+    return all(
+        i is not None and (component.elements[i] == z or z == 0)
+        for i, z in zip(place, elements, strict=True)
+    )
+
+
+def _shown(component: Component) -> Component:
+    """Return the first component of equal content, so that its conformers are found again."""
+    digest = hashlib.sha256(repr((component.code, component.atom_names.tolist())).encode())
+    for array in (component.elements, component.charges, component.bonds, component.bond_orders):
+        digest.update(array.tobytes())
+    digest.update(component.model.tobytes())
+    key = digest.digest()
+    if len(_SHOWN) >= 1024 and key not in _SHOWN:
+        _SHOWN.pop(next(iter(_SHOWN)))
+    return _SHOWN.setdefault(key, component)
 
 
 @functools.lru_cache(maxsize=16384)

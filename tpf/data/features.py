@@ -194,7 +194,7 @@ def reference_features(
     for uid, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
         atoms = lay.atom[start:stop]
         residue = int(tables.atom_residue[atoms[0]])
-        component = conformers.component(tables, residue)
+        component = conformers.component(tables, residue, atoms)
         names = tuple(tables.atom_name[atoms].tolist())
         pos, known = conformers.draw(component, names, rng)
         positions[start:stop] = _random_pose(pos, known, rng)

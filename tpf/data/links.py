@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tpf.data import chem
 from tpf.data.atom_site import Group
 from tpf.data.cif import Block, Columns
+from tpf.data.structure import Structure, close_pairs
 
 BOND_TYPES = ("covale", "disulf", "metalc", "modres")
 """Leading letters of the connection types that are bonds; hydrogen bonds and others are not."""
+
+LINK_TOLERANCE = 0.25
+"""Angstrom added to the sum of covalent radii when links are inferred."""
+SHORTEST = 1.1
+"""Angstrom; atoms that are closer overlap and are not bonded."""
 
 _COLUMNS = tuple(
     f"{prefix}ptnr{side}_{name}"
@@ -46,8 +57,19 @@ class GroupFinder:
         return found
 
 
-def read_links(block: Block, groups: list[Group]) -> list[tuple[int, str, int, str]]:
-    """Return (group, atom name, group, atom name) of each bond inside the deposited unit.
+@dataclass(frozen=True)
+class Link:
+    """A recorded bond: group index and atom name of both ends."""
+
+    left: int
+    left_atom: str
+    right: int
+    right_atom: str
+    dative: bool
+
+
+def read_links(block: Block, groups: list[Group]) -> list[Link]:
+    """Return each recorded bond inside the deposited unit.
 
     A bond to a crystallographic copy is left out: its partner is not in the file.
     """
@@ -55,7 +77,7 @@ def read_links(block: Block, groups: list[Group]) -> list[tuple[int, str, int, s
     if "conn_type_id" not in columns:
         return []
     finder = GroupFinder(groups)
-    links: list[tuple[int, str, int, str]] = []
+    links: list[Link] = []
     for row, kind in enumerate(columns["conn_type_id"].tolist()):
         if not kind.lower().startswith(BOND_TYPES):
             continue
@@ -66,11 +88,34 @@ def read_links(block: Block, groups: list[Group]) -> list[tuple[int, str, int, s
         if left is None or right is None:
             continue
         links.append(
-            (
+            Link(
                 left,
                 record.get("ptnr1_label_atom_id", ""),
                 right,
                 record.get("ptnr2_label_atom_id", ""),
+                kind.lower().startswith("metalc"),
             )
         )
     return links
+
+
+def infer_links(structure: Structure) -> NDArray[np.int32]:
+    """Return covalent bonds that distances show between residues, at least one of them outside a
+    polymer, [L, 2]; for files without connection records."""
+    bonded = np.array([z in chem.COVALENT_RADIUS for z in range(len(chem.ELEMENTS))])
+    usable = bonded[structure.element] & (structure.element != 1)
+    usable &= ~np.isin(structure.res_name, list(chem.WATERS))[structure.atom_residue]
+    atoms = np.flatnonzero(usable)
+    if not len(atoms):
+        return np.zeros((0, 2), dtype=np.int32)
+    radius = np.array([chem.COVALENT_RADIUS[int(z)] for z in structure.element[atoms]])
+    residue = structure.atom_residue[atoms]
+    ligand = ~structure.polymer_atom[atoms]
+    found: set[tuple[int, int]] = set()
+    longest = 2 * float(radius.max()) + LINK_TOLERANCE
+    for left, right in close_pairs(structure.pos[atoms], longest):
+        length = np.linalg.norm(structure.pos[atoms[left]] - structure.pos[atoms[right]], axis=1)
+        bond = (left < right) & (residue[left] != residue[right]) & (ligand[left] | ligand[right])
+        bond &= (length < radius[left] + radius[right] + LINK_TOLERANCE) & (length > SHORTEST)
+        found |= set(zip(atoms[left[bond]].tolist(), atoms[right[bond]].tolist(), strict=True))
+    return np.array(sorted(found), dtype=np.int32).reshape(-1, 2)

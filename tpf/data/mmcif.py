@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from tpf.data.assembly import expand, read_assembly
 from tpf.data.atom_site import AtomSite, Group, read_atom_site, residue_groups
-from tpf.data.ccd import Component, Dictionary, read_components
+from tpf.data.ccd import Component, Dictionary, component_from, read_components
 from tpf.data.cif import Block, entry_name, read_blocks
-from tpf.data.links import read_links
+from tpf.data.links import Link, infer_links, read_links
 from tpf.data.polymer import Placed, place_chains, read_records
 from tpf.data.structure import Chain, Site, Structure
 from tpf.errors import DataError
+
+_LINKS_LISTED = ("struct_conn", "struct_conn_type", "database_2", "pdbx_audit_revision_history")
+"""A file with any of these categories, as every entry of the archive, records all its links."""
 
 
 def read_structure(
@@ -35,18 +38,24 @@ def read_structure(
     stem = entry_name(path)
     blocks, notes = read_blocks(path)
     block = _choose_block(stem, blocks, notes)
-    known = (dictionary or Dictionary()).with_own(_own_components(blocks))
     entry = _entry_id(block, stem)
     site = read_atom_site(entry, block, notes)
     groups = residue_groups(site, notes)
+    own, spare = _file_components(blocks, site, groups)
+    known = (dictionary or Dictionary()).with_own(own).with_spare(spare)
     placed = place_chains(groups, read_records(block), known, notes)
     selected = [_select(part, site, notes) for part in placed]
     method, resolution, released = read_metadata(block)
-    structure = _assemble(site, selected, read_links(block, groups), groups)
+    structure = _assemble(entry, site, selected, read_links(block, groups), groups)
     structure = replace(
-        structure, id=entry, method=method, resolution=resolution, release_date=released
+        structure,
+        method=method,
+        resolution=resolution,
+        release_date=released,
+        notes=tuple(notes),
     )
-    structure = replace(structure, notes=tuple(notes))
+    if not any(block.has(category) for category in _LINKS_LISTED):
+        structure = _with_inferred_links(structure)
     copies = read_assembly(entry, block)
     if copies is not None:
         origin = {part.chain.id: part.groups[0][1].asym for part in placed}
@@ -65,18 +74,43 @@ def _choose_block(entry: str, blocks: Sequence[Block], notes: list[str]) -> Bloc
     return having[0]
 
 
-def _own_components(blocks: Sequence[Block]) -> dict[str, Component]:
-    """Return the definitions in the file that have coordinates; others say less than the CCD."""
+def _file_components(
+    blocks: Sequence[Block], site: AtomSite, groups: list[Group]
+) -> tuple[dict[str, Component], dict[str, Component]]:
+    """Return the definitions in the file with coordinates, and those without.
+
+    The latter say less than the CCD and are spare. Bonds without an atom list (some programs write
+    only those) are joined to the atoms of the first residue of that name.
+    """
     own: dict[str, Component] = {}
+    spare: dict[str, Component] = {}
     for block in blocks:
         for code, part in read_components(block).items():
-            if len(part) and (np.isfinite(part.ideal).any() or np.isfinite(part.model).any()):
+            complete = np.isfinite(part.ideal).any() or np.isfinite(part.model).any()
+            if complete:
                 own[code] = part
-    return own
+            else:
+                spare[code] = part
+        if block.has("chem_comp_bond") and not block.has("chem_comp_atom"):
+            first = {group.comp: group.rows for group in reversed(groups)}
+            bonds = block.columns("chem_comp_bond")
+            for code in set(bonds.get("comp_id", np.array([], dtype=np.str_)).tolist()):
+                if code in first:
+                    rows = first[code]
+                    spare[code] = component_from(code, site.name[rows], site.element[rows], bonds)
+    return own, spare
+
+
+def _with_inferred_links(structure: Structure) -> Structure:
+    links = infer_links(structure)
+    if not len(links):
+        return structure
+    structure = replace(structure, links=links, dative=np.zeros(len(links), dtype=bool))
+    return structure.noted(f"{len(links)} links between residues were inferred from distances.")
 
 
 def _entry_id(block: Block, stem: str) -> str:
-    ids = block.columns("entry", ("id",)).get("id", ())
+    ids = block.columns("entry", ("id",)).get("id", np.array([], dtype=np.str_))
     name = str(ids[0]) if len(ids) else ""
     if not name or name.upper() == "XXXX":  # wwPDB assembly files say XXXX
         name = stem
@@ -147,12 +181,13 @@ def _conformer(site: AtomSite, rows: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _assemble(
+    entry: str,
     site: AtomSite,
     parts: list[Placed],
-    links: list[tuple[int, str, int, str]],
+    links: list[Link],
     groups: list[Group],
 ) -> Structure:
-    """Gather the chosen rows into arrays, chains sorted by id; atoms of occupancy 0 are left out."""
+    """Gather the chosen rows into arrays, chains sorted by id, without atoms of occupancy 0."""
     parts = sorted(parts, key=lambda part: part.chain.id)
     rows: list[NDArray[np.intp]] = []
     residues: list[tuple[str, int, str, int]] = []
@@ -169,13 +204,14 @@ def _assemble(
             residues.append((group.comp, place, group.auth_seq, len(chains)))
         chains.append(part.chain)
     if not rows:
-        raise DataError("", "parse", "no atom has an occupancy above 0")
+        raise DataError(entry, "parse", "no atom has an occupancy above 0")
     order = np.concatenate(rows)
     position = np.full(len(site.name), -1, dtype=np.int64)
     position[order] = np.arange(len(order))
     names = list(zip(*residues, strict=True))
+    pairs, dative = _link_atoms(site, position, links, groups)
     return Structure(
-        id="",
+        id=entry,
         method="",
         resolution=None,
         release_date=None,
@@ -190,17 +226,21 @@ def _assemble(
         auth_seq=np.array(names[2], dtype=np.str_),
         res_chain=np.array(names[3], dtype=np.int32),
         chains=tuple(chains),
-        links=_link_atoms(site, position, links, groups),
+        links=pairs,
+        dative=dative,
     )
 
 
 def _link_atoms(
     site: AtomSite,
     position: NDArray[np.int64],
-    links: list[tuple[int, str, int, str]],
+    links: list[Link],
     groups: list[Group],
-) -> NDArray[np.int32]:
-    """Return the kept atoms of each link, [L, 2]; links to dropped conformers go."""
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Return the kept atoms of each link, [L, 2], and whether it is dative, [L].
+
+    Links to a conformer that was not kept go.
+    """
 
     def atom(group: int, name: str) -> int:
         rows = groups[group].rows
@@ -208,9 +248,13 @@ def _link_atoms(
         found = found[found >= 0]
         return int(found[0]) if len(found) else -1
 
-    pairs = {
-        (min(i, j), max(i, j))
-        for i, j in ((atom(a, an), atom(b, bn)) for a, an, b, bn in links)
-        if i >= 0 and j >= 0 and i != j
-    }
-    return np.array(sorted(pairs), dtype=np.int32).reshape(-1, 2)
+    found: dict[tuple[int, int], bool] = {}
+    for link in links:
+        i, j = sorted((atom(link.left, link.left_atom), atom(link.right, link.right_atom)))
+        if 0 <= i < j:
+            found[i, j] = link.dative
+    pairs = sorted(found)
+    return (
+        np.array(pairs, dtype=np.int32).reshape(-1, 2),
+        np.array([found[pair] for pair in pairs], dtype=bool),
+    )

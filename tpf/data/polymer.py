@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tpf.data import chem
@@ -72,7 +72,7 @@ def read_records(block: Block) -> Records:
     )
 
 
-def _mapping(keys: Sequence[str], values: Sequence[str]) -> dict[str, str]:
+def _mapping(keys: Iterable[str], values: Iterable[str]) -> dict[str, str]:
     return {str(k): str(v) for k, v in zip(keys, values, strict=False) if str(v)}
 
 
@@ -185,9 +185,7 @@ def _free_name(asym: str, k: int, taken: dict[str, list[Group]]) -> str:
 
 
 def _ligand(asym: str, entity: str, members: list[Group]) -> Placed:
-    chain = Chain(
-        id=asym, auth=members[0].auth_asym, entity=entity, type=LIGAND, polymer=False
-    )
+    chain = Chain(id=asym, auth=members[0].auth_asym, entity=entity, type=LIGAND, polymer=False)
     return Placed(chain, tuple((i + 1, group) for i, group in enumerate(members)))
 
 
@@ -201,6 +199,9 @@ def _polymer(
 ) -> Placed:
     declared = records.poly_type.get(entity, "")
     kind = _chain_type(declared, [group.comp for group in members], dictionary)
+    if kind == LIGAND:
+        notes.append(f"Chain {asym} is a polymer of no known kind and was taken as a ligand.")
+        return _ligand(asym, entity, members)
     sequence = records.by_asym.get(asym) or records.by_entity.get(entity, ())
     if not sequence and entity in records.one_letter:
         sequence = _expand(records.one_letter[entity], kind)
@@ -223,12 +224,9 @@ def _places(
     asym: str, members: list[Group], sequence: tuple[Site, ...], notes: list[str]
 ) -> list[int]:
     """Return the res_id of each group: label numbers, else author numbers, else alignment."""
-    labels = [group.seq for group in members]
-    if all(label is not None for label in labels):
-        shift = max(0, 1 - min(label for label in labels if label is not None))
-        if shift:
-            notes.append(f"Residue numbers of chain {asym} were moved by {shift} to start at 1.")
-        return [label + shift for label in labels if label is not None]
+    labels = [group.seq for group in members if group.seq is not None and group.seq > 0]
+    if len(labels) == len(members):
+        return labels
     by_author = {site.auth_seq: site for site in sequence if site.auth_seq}
     if by_author and all(group.auth_seq in by_author for group in members):
         notes.append(f"Chain {asym} was matched to its sequence by author numbers.")

@@ -18,6 +18,7 @@ import numpy as np
 from tpf.config import DataConfig
 from tpf.data import store
 from tpf.data.cache import EntryCache
+from tpf.data.load import find_files
 from tpf.data.proximity import close_groups
 from tpf.data.sampling import Unit, cluster_weights
 from tpf.data.tables import LIGAND, Tokens
@@ -25,7 +26,6 @@ from tpf.errors import DataError, UsageError
 
 INTERFACE_CONTACT = 5.0
 """Angstrom between heavy atoms of the two chains of an interface."""
-SUFFIXES = (".cif", ".cif.gz", ".bcif", ".bcif.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,36 +97,12 @@ def _chain_keys(tokens: Tokens) -> list[str]:
     return keys
 
 
-def find_files(path: str | None) -> list[Path]:
-    """Return the structure files of a folder, a list file or one file; None: the examples.
-
-    A list file has one path per line, relative to its folder; '#' starts a comment. Raises
-    ``UsageError`` if there is nothing.
-    """
+def data_files(path: str | None) -> list[Path]:
+    """Return the structure files of ``DataConfig.path``; None means the built-in examples."""
     if path is None:
         package = importlib.import_module("tpf.examples")
-        folder = Path(package.__path__[0]) / "examples"
-        return sorted(p for p in folder.iterdir() if p.name.endswith(SUFFIXES))
-    place = Path(path)
-    if place.is_dir():
-        found = sorted(p for p in place.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
-        if not found:
-            raise UsageError(f"data.path {path}: no file ending in {', '.join(SUFFIXES)} in it")
-        return found
-    if not place.is_file():
-        raise UsageError(f"data.path {path}: no such file or folder")
-    if place.name.endswith(SUFFIXES):
-        return [place]
-    try:
-        lines = [line.split("#")[0].strip() for line in place.read_text().splitlines()]
-    except UnicodeDecodeError:
-        raise UsageError(f"data.path {path}: neither a structure file nor a list") from None
-    listed = [place.parent / line for line in lines if line]
-    missing = [str(p) for p in listed if not p.is_file()]
-    if missing or not listed:
-        what = f"{missing[0]} does not exist" if missing else "it names no file"
-        raise UsageError(f"data.path {path}: {what}; list one structure file per line")
-    return listed
+        return find_files(Path(package.__path__[0]) / "examples")
+    return find_files(path)
 
 
 class Entries:
@@ -191,7 +167,7 @@ class Entries:
     def _read(self, config: DataConfig) -> list[Record | Skipped]:
         if config.path is not None and store.is_store(Path(config.path)):
             return [Record(**fields) for fields in store.read_index(Path(config.path))]
-        return [self._record(str(path)) for path in find_files(config.path)]
+        return [self._record(str(path)) for path in data_files(config.path)]
 
     def _record(self, path: str) -> Record | Skipped:
         try:

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tpf.data.load import load_tables
 from tpf.data.tables import Tables, Tokens
+from tpf.data.tokens import tokenize
 from tpf.errors import DataError, UsageError
 
 _SCALARS = ("id", "method", "resolution", "release_date", "notes")
@@ -27,9 +29,6 @@ def load_tokens(path: str, ccd: str | None = None) -> Tokens:
     """Return an entry from a structure file or a stored .npz; raise ``DataError`` if it is bad."""
     if path.endswith(".npz"):
         return read_tokens(Path(path))
-    from tpf.data.load import load_tables
-    from tpf.data.tokens import tokenize
-
     return tokenize(load_tables(Path(path), ccd=ccd))
 
 

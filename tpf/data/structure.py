@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +66,9 @@ class Structure:
 
     chains: tuple[Chain, ...]
     links: NDArray[np.int32]
-    """[L, 2] atom indices of bonds between residues, besides those along polymers."""
+    """[L, 2] atom indices i < j of bonds between residues that the file records."""
+    dative: NDArray[np.bool_]
+    """[L] coordination of a metal."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,6 +102,7 @@ def take(structure: Structure, order: NDArray[np.intp]) -> Structure:
     residues, atom_residue = np.unique(structure.atom_residue[order], return_inverse=True)
     chains, res_chain = np.unique(structure.res_chain[residues], return_inverse=True)
     links = position[structure.links]
+    whole = (links >= 0).all(axis=1)
     return dataclasses.replace(
         structure,
         atom_name=structure.atom_name[order],
@@ -112,7 +116,8 @@ def take(structure: Structure, order: NDArray[np.intp]) -> Structure:
         auth_seq=structure.auth_seq[residues],
         res_chain=res_chain.astype(np.int32),
         chains=tuple(structure.chains[int(c)] for c in chains),
-        links=links[(links >= 0).all(axis=1)].astype(np.int32).reshape(-1, 2),
+        links=np.sort(links[whole], axis=1).astype(np.int32),
+        dative=structure.dative[whole],
     )
 
 
@@ -129,3 +134,27 @@ def keep_residues(structure: Structure, mask: NDArray[np.bool_]) -> Structure:
 def keep_chains(structure: Structure, mask: NDArray[np.bool_]) -> Structure:
     """Return the structure without the chains where ``mask`` is false."""
     return keep_atoms(structure, mask[structure.atom_chain])
+
+
+def close_pairs(
+    pos: NDArray[np.float64], cutoff: float
+) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Yield index arrays (i, j), i != j, that together hold every pair closer than ``cutoff``.
+
+    Cells of the cutoff's size; each pair comes in both orders.
+    """
+    cell = np.floor((pos - pos.min(axis=0)) / cutoff).astype(np.int64) + 1
+    span = cell.max(axis=0) + 2
+    strides = np.array([span[1] * span[2], span[2], 1])
+    key = cell @ strides
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    for shift in np.ndindex(3, 3, 3):
+        wanted = key + (np.array(shift) - 1) @ strides
+        first = np.searchsorted(ordered, wanted, side="left")
+        count = np.searchsorted(ordered, wanted, side="right") - first
+        left = np.repeat(np.arange(len(pos)), count)
+        rank = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
+        right = order[np.repeat(first, count) + rank]
+        near = (left != right) & (np.sum((pos[left] - pos[right]) ** 2, axis=1) < cutoff**2)
+        yield left[near], right[near]

@@ -94,12 +94,14 @@ def _expands(shape: torch.Size, batch: list[int]) -> bool:
     return len(shape) == len(batch) and all(s in (1, b) for s, b in zip(shape, batch, strict=True))
 
 
-def _why_not_cuda(q: Tensor, bias: Tensor) -> str | None:
+def _why_not_cuda(q: Tensor, bias: Tensor, scale: float) -> str | None:
     """Return the rule of the Hopper kernels that the inputs break, or None."""
     if q.dtype != torch.bfloat16:
         return f"q is {q.dtype}; the CUDA kernels take torch.bfloat16"
     if bias.dtype not in (torch.bfloat16, torch.float32):
         return f"bias is {bias.dtype}; the CUDA kernels take torch.bfloat16 or torch.float32"
+    if not scale > 0:
+        return f"scale is {scale}; the CUDA kernels take a scale above 0"
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         return f"q has head width D = {q.shape[-1]}; the CUDA kernels take 1 to {MAX_HEAD_DIM}"
     if q.device.type != "cuda":
@@ -109,7 +111,9 @@ def _why_not_cuda(q: Tensor, bias: Tensor) -> str | None:
     return None
 
 
-def _attention_impl(impl: Impl, q: Tensor, bias: Tensor) -> Literal["cuda", "flex", "torch"]:
+def _attention_impl(
+    impl: Impl, q: Tensor, bias: Tensor, scale: float
+) -> Literal["cuda", "flex", "torch"]:
     """Resolve impl for these inputs; "auto" says in the log why it does not take the kernels."""
     if impl == "torch":
         return "torch"
@@ -119,7 +123,7 @@ def _attention_impl(impl: Impl, q: Tensor, bias: Tensor) -> Literal["cuda", "fle
         if q.device.type != "cuda":
             raise ArgumentError(f"q is on {q.device}; impl='flex' needs a GPU")
         return "flex"
-    reason = _why_not_cuda(q, bias)
+    reason = _why_not_cuda(q, bias, scale)
     if reason is None:
         return "cuda"
     if impl == "cuda":
@@ -153,7 +157,7 @@ def triangle_attention(
     scale = 1 / math.sqrt(max(d, 1)) if scale is None else float(scale)
     if q.numel() == 0:
         return 0 * (q + k + v) + 0 * bias.sum()
-    chosen = _attention_impl(impl, q, bias)
+    chosen = _attention_impl(impl, q, bias, scale)
     if q.dim() != 5 or bias.shape[0] != q.shape[0]:
         q, k, v = (x.reshape(-1, o, h, n, d) for x in (q, k, v))
         bias = bias.expand(*batch, 1, h, n, n).reshape(-1, 1, h, n, n)

@@ -58,6 +58,11 @@ def expected(logits: Tensor, limits: tuple[float, float]) -> Tensor:
     return softmax_mean(logits, bin_centers(logits.shape[-1], limits, logits))
 
 
+def expected_plddt(logits: Tensor) -> Tensor:
+    """Return the expected pLDDT [A], 0 to 1, of logits [A, 50]."""
+    return expected(logits, PLDDT_RANGE)
+
+
 def contact_probability(distogram: Tensor) -> Tensor:
     """Return the probability [*] mass of distogram bins whose upper edge is at most 8 Angstrom."""
     n = distogram.shape[-1]
@@ -125,7 +130,7 @@ def confidence_metrics(
             iptm if structure.n_chains > 1 else ptm, ptm, disorder, clash
         ),
     }
-    plddt = 100.0 * expected(confidence.plddt, PLDDT_RANGE).cpu().numpy()
+    plddt = 100.0 * expected_plddt(confidence.plddt).cpu().numpy()
     use = scored.intra[structure.chain]
     if use.any():
         found["plddt_complex"] = float(plddt[use].mean())

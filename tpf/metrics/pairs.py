@@ -12,6 +12,7 @@ EPS = 1e-10
 """Square Angstrom inside the root of every distance (metrics.md part A)."""
 TILE_VALUES = 1 << 18
 """Distances held at a time (2 MiB in FP64, which stays in cache)."""
+MIN_ROWS = 32
 
 
 def distances(x: Floats, i: Ints, j: Ints) -> Floats:
@@ -35,10 +36,8 @@ def close_pairs(x: Floats, cutoff: float) -> Iterator[tuple[Ints, Ints, Floats]]
     ends = np.searchsorted(xs[axis], xs[axis] + cutoff, side="right")
     start = 0
     while start < n - 1:
-        rows = max(1, min(n - start, TILE_VALUES // max(1, int(ends[start]) - start)))
-        stop = start + rows
-        end = int(ends[stop - 1])
-        square = np.full((rows, end - start), EPS)
+        stop, end = _tile(ends, start)
+        square = np.full((stop - start, end - start), EPS)
         for c in range(3):
             delta = xs[c, start:stop, None] - xs[c, None, start:end]
             delta *= delta
@@ -49,3 +48,15 @@ def close_pairs(x: Floats, cutoff: float) -> Iterator[tuple[Ints, Ints, Floats]]
         found = np.sqrt(square[row, column])
         yield order[row + start], order[column + start], found
         start = stop
+
+
+def _tile(ends: Ints, start: int) -> tuple[int, int]:
+    """Return the end of the rows and of the columns of the tile that begins at ``start``.
+
+    A tile has about as many rows as its first row has columns in reach: with more, most of it
+    would lie out of reach.
+    """
+    rows = min(len(ends) - start, max(MIN_ROWS, int(ends[start]) - start))
+    while rows > 1 and rows * (int(ends[start + rows - 1]) - start) > TILE_VALUES:
+        rows //= 2
+    return start + rows, int(ends[start + rows - 1])

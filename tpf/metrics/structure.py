@@ -8,7 +8,7 @@ pairs of the target count. Index letters: A atoms, R residues, N tokens, C chain
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -196,19 +196,46 @@ def from_features(features: Mapping[str, Any], automorphisms: bool = True) -> St
     )
 
 
-def from_tokens(tokens: Tokens) -> Structure:
-    """Build from a tokenised assembly; asym ids are 1-based chain numbers, all atoms are kept."""
+def from_tokens(tokens: Tokens, index: NDArray[np.integer] | None = None) -> Structure:
+    """Build from all tokens of an assembly or those of ``index`` (ascending), with all atoms.
+
+    Asym ids are 1-based chain numbers of the assembly.
+    """
     tables = tokens.tables
-    token_chain = tables.res_chain[tokens.residue].astype(np.int64)
+    chosen = np.arange(len(tokens)) if index is None else np.asarray(index)
+    token = np.repeat(np.arange(len(chosen)), tokens.num_atoms[chosen]).astype(np.int64)
+    start = np.searchsorted(token, np.arange(len(chosen)))
+    atom = tokens.start_atom[chosen][token] + np.arange(len(token)) - start[token]
+    chain = tables.res_chain[tokens.residue[chosen]].astype(np.int64)
+    own, residue = np.unique(tables.atom_residue[atom], return_inverse=True)
     return _assemble(
-        token=np.repeat(np.arange(len(tokens)), tokens.num_atoms).astype(np.int64),
-        token_kind=atom_kind(tokens.mol_type, tokens.atomized),
-        token_type=tokens.mol_type.astype(np.int64),
-        token_asym=token_chain + 1,
-        token_entity=tables.chain_entity[token_chain].astype(np.int64),
-        residues=(tables.atom_residue.astype(np.int64), tables.res_name),
-        atoms=(tables.atom_name, tables.element.astype(np.int64)),
+        token=token,
+        token_kind=atom_kind(tokens.mol_type[chosen], tokens.atomized[chosen]),
+        token_type=tokens.mol_type[chosen].astype(np.int64),
+        token_asym=chain + 1,
+        token_entity=tables.chain_entity[chain].astype(np.int64),
+        residues=(residue.astype(np.int64), tables.res_name[own]),
+        atoms=(tables.atom_name[atom], tables.element[atom].astype(np.int64)),
         automorphisms={},
+    )
+
+
+def take(structure: Structure, keep: Bools) -> Structure:
+    """Return the structure of the atoms in ``keep`` [A]; tokens without atoms disappear.
+
+    Residues that lose an atom lose their equivalent orders.
+    """
+    _, token = np.unique(structure.token[keep], return_inverse=True)
+    broken = set(structure.residue[~keep].tolist())
+    return replace(
+        structure,
+        kind=structure.kind[keep],
+        chain=structure.chain[keep],
+        residue=structure.residue[keep],
+        token=token.astype(np.int64),
+        atom_name=structure.atom_name[keep],
+        element=structure.element[keep],
+        automorphisms={r: v for r, v in structure.automorphisms.items() if r not in broken},
     )
 
 

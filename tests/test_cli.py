@@ -1,0 +1,156 @@
+"""The command line as a user meets it: exit codes, one-line errors, speed of --help."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "data" / "examples"
+
+
+def tpf(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    return subprocess.run(
+        [sys.executable, "-m", "tpf.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+        check=False,
+    )
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """Check the exit code and that standard error is one line without a traceback; return it."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["validate", "run"], ["score"], ["data", "check"], ["doctor"]]
+)
+def test_help_is_instant(words: list[str]) -> None:
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = tpf(*words, "--help")
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0 and "--help" in done.stdout
+    assert min(times) < 1.5  # 0.3 s on an idle machine
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; sys.argv = ['tpf']; import tpf.cli.app; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_help_texts_are_documented() -> None:
+    """docs/cli.txt holds the help of every command; `make docs` rewrites it."""
+    from tpf.cli.helptext import all_help
+
+    assert (ROOT / "docs" / "cli.txt").read_text() == all_help()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["train", "--crop", "0"], 2, "crop is 0"),
+        (["train", "--gpus", "16"], 3, r"--gpus 16: .*tpf train --gpus 16"),
+        (["train", "--data", "no/such/folder"], 2, "no/such/folder: no such file or folder"),
+        (["train", "model.c_zz=3"], 2, "Did you mean: 'c_z'"),
+        (["train", "--config", "tinny"], 2, "--config tinny"),
+        (["train", "--lr", "-1"], 2, "lr is -1"),
+        (["train", "--batch-size", "0"], 2, "batch_size is 0"),
+        (["train", "--accumulate", "2", "--batch-size", "2"], 2, "--accumulate and --batch-size"),
+        (["train", "--init", "nothing"], 2, "nothing: no such file or folder"),
+        (["train", "--resume", "nothing"], 2, "--resume nothing: not a run folder"),
+        (["train", "--replay", "nothing"], 2, "--replay nothing: no such file"),
+        (["validate", "nothing"], 2, "nothing: no such file or folder"),
+        (["score", "a.cif", "b.cif"], 2, "a.cif"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    words: list[str], code: int, sentence: str, tmp_path: Path
+) -> None:
+    message = one_sentence(tpf(*words, cwd=tmp_path), code)
+    assert re.search(sentence, message), message
+    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no file ending in" in one_sentence(tpf("train", "--data", "empty", cwd=tmp_path), 2)
+
+
+def test_folder_of_bad_files_names_the_reasons(tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "cut.cif.gz").write_bytes((EXAMPLES / "1ubq.cif.gz").read_bytes()[:2000])
+    (folder / "model.cif").write_text("ATOM      1  N   MET A   1      27.340  24.430   2.614\n")
+    message = one_sentence(tpf("train", "--data", folder, cwd=tmp_path), 2)
+    assert "none of 2 entries is usable" in message
+
+
+def test_pdb_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    file = tmp_path / "1abc.pdb"
+    file.write_text("HEADER    TEST\nATOM      1  N   MET A   1      27.340  24.430   2.614\nEND\n")
+    done = tpf("data", "check", file)
+    assert done.returncode == 0 and "mmCIF" in done.stdout
+
+
+def test_existing_out_is_never_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    message = one_sentence(tpf("train", "--out", out, cwd=tmp_path), 2)
+    assert "never overwritten" in message and (out / "precious").read_text() == "x"
+
+
+def test_data_check_counts_and_strict(tmp_path: Path) -> None:
+    (tmp_path / "bad.cif").write_text("not a structure")
+    done = tpf("data", "check", EXAMPLES / "1ubq.cif.gz", tmp_path / "bad.cif")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "2 files: 1 ok, 1 cannot be used"
+    assert tpf("data", "check", "--strict", tmp_path / "bad.cif").returncode == 1
+    lines = tpf("data", "check", "--json", EXAMPLES / "1ubq.cif.gz").stdout.splitlines()
+    assert json.loads(lines[0])["id"] == "1ubq"
+
+
+def test_data_show(tmp_path: Path) -> None:
+    done = tpf("data", "show", EXAMPLES / "1ubq.cif.gz", "--crop", "32", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["tokens"] == 76 and len(facts["crop"]["tokens"]) == 32
+
+
+def test_score_of_a_file_with_itself() -> None:
+    done = tpf("score", EXAMPLES / "1ubq.cif.gz", EXAMPLES / "1ubq.cif.gz", "--json")
+    metrics = json.loads(done.stdout)["metrics"]
+    assert metrics["lddt_intra_protein"] == 1 and metrics["rmsd"] < 1e-3
+
+
+def test_corrupt_gzip_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.cif.gz"
+    file.write_bytes(gzip.compress(b"data_x\n")[:-6])
+    done = tpf("data", "check", file)
+    assert "x: read:" in done.stdout or "read" in done.stdout
+
+
+def test_doctor_reports_and_ends_with_the_choice() -> None:
+    done = tpf("doctor", "--json")
+    report = json.loads(done.stdout)
+    names = {f["name"]: f["status"] for f in report["findings"]}
+    assert names["torch"] == "ok" and names["triangle attention"] == "ok"
+    assert report["auto"].startswith("--impl auto uses:")

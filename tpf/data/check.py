@@ -1,0 +1,97 @@
+"""Check structure files one by one: what each holds, or at which stage it fails and why."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpf.data.cif import entry_name
+from tpf.data.load import is_structure_name, load_tables
+from tpf.data.tables import LIGAND, Tokens
+from tpf.data.tokens import tokenize
+from tpf.errors import DataError
+
+TYPES = ("protein", "RNA", "DNA", "ligand")
+"""Names of the molecule types in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """The outcome for one file; ``stage`` and ``reason`` are "" if it is usable."""
+
+    path: Path
+    id: str
+    ok: bool
+    stage: str = ""
+    reason: str = ""
+    polymer_chains: int = 0
+    ligand_chains: int = 0
+    tokens: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Tokens of protein, RNA, DNA, ligand; modified residues count with their polymer."""
+    atomized_residues: int = 0
+    """Residues of polymers that have one token per atom."""
+    atoms: int = 0
+    resolved_atoms: int = 0
+    method: str = ""
+    resolution: float | None = None
+    release_date: datetime.date | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all types."""
+        return sum(self.tokens)
+
+
+def check_file(path: Path | str, *, ccd: str | None = None) -> CheckRow:
+    """Read, clean and tokenise one file and return what came of it; never raise ``DataError``."""
+    path = Path(path)
+    try:
+        if not is_structure_name(path) and path.suffix.lower() in (".pdb", ".ent", ".z"):
+            reason = f"{path.suffix} files are not read; convert to mmCIF (gemmi convert)"
+            raise DataError(entry_name(path), "read", reason)
+        return _row(path, tokenize(load_tables(path, ccd=ccd)))
+    except DataError as error:
+        return CheckRow(path=path, id=error.entry, ok=False, stage=error.stage, reason=error.reason)
+
+
+def _row(path: Path, tokens: Tokens) -> CheckRow:
+    tables = tokens.tables
+    polymer = tables.chain_type != LIGAND
+    counts = [int((tokens.mol_type == kind).sum()) for kind in range(len(TYPES))]
+    atomized = set(tokens.residue[tokens.atomized].tolist())
+    return CheckRow(
+        path=path,
+        id=tables.id,
+        ok=True,
+        polymer_chains=int(polymer.sum()),
+        ligand_chains=int((~polymer).sum()),
+        tokens=(counts[0], counts[1], counts[2], counts[3]),
+        atomized_residues=sum(bool(polymer[tables.res_chain[r]]) for r in atomized),
+        atoms=len(tables.atom_name),
+        resolved_atoms=int((tables.occupancy > 0).sum()),
+        method=tables.method,
+        resolution=tables.resolution,
+        release_date=tables.release_date,
+        notes=tables.notes,
+    )
+
+
+def check_paths(paths: Iterable[Path | str], *, ccd: str | None = None) -> Iterator[CheckRow]:
+    """Yield a row for each file: named files always, in folders those named like structures.
+
+    Folders are walked with their sub-folders, names sorted; a path that does not exist is a row
+    with stage read.
+    """
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield check_file(path, ccd=ccd)
+            continue
+        for folder, folders, names in os.walk(path):
+            folders.sort()
+            for name in sorted(names):
+                if is_structure_name(Path(name)):
+                    yield check_file(Path(folder) / name, ccd=ccd)

@@ -1,0 +1,76 @@
+"""Tokenisation of cleaned tables (AF3 SI 2.6): residues, or single atoms where atomised."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpf.data import chem
+from tpf.data.tables import Tables, Tokens
+from tpf.errors import DataError
+
+_BACKBONE_LINKS = (frozenset(("C", "N")), frozenset(("O3'", "P")))
+
+
+def atomized_residues(tables: Tables) -> NDArray[np.bool_]:
+    """Return which residues get one token per atom, [R].
+
+    All that are not standard, and standard ones with a bond to another residue that is neither
+    a peptide nor a phosphodiester bond (glycosylation site, covalent inhibitor, staple).
+    """
+    atomized = ~tables.res_standard
+    residues = tables.atom_residue[tables.bonds]
+    for pair in tables.bonds[residues[:, 0] != residues[:, 1]]:
+        names = frozenset(tables.atom_name[pair].tolist())
+        first, second = tables.atom_residue[pair]
+        along = tables.res_chain[first] == tables.res_chain[second]
+        if not (along and second == first + 1 and names in _BACKBONE_LINKS):
+            atomized[[first, second]] = True
+    return atomized
+
+
+def tokenize(tables: Tables) -> Tokens:
+    """Return the tokens of cleaned tables.
+
+    Raises ``DataError`` (stage tokens) if a standard residue lacks its centre atom or has more
+    atoms than a token may have.
+    """
+    atomized = atomized_residues(tables)
+    n_residues = len(tables.res_name)
+    first = np.searchsorted(tables.atom_residue, np.arange(n_residues + 1))
+    sizes = np.diff(first)
+    counts = np.where(atomized, sizes, 1)
+    residue = np.repeat(np.arange(n_residues), counts)
+    rank = np.arange(len(residue)) - np.repeat(np.cumsum(counts) - counts, counts)
+    single = atomized[residue]
+    start = first[residue] + np.where(single, rank, 0)
+    num = np.where(single, 1, sizes[residue])
+    if num.max(initial=0) > chem.MAX_TOKEN_ATOMS:
+        worst = int(residue[np.argmax(num)])
+        reason = f"residue {tables.res_name[worst]} has {int(num.max())} atoms, more than "
+        raise DataError(tables.id, "tokens", f"{reason}{chem.MAX_TOKEN_ATOMS}")
+    center, representative = start.copy(), start.copy()
+    restype = np.full(len(residue), chem.UNKNOWN)
+    mol_type = tables.chain_type[tables.res_chain[residue]]
+    for n in np.flatnonzero(~single):
+        code = str(tables.res_name[residue[n]])
+        own = tables.atom_name[start[n] : start[n] + num[n]].tolist()
+        try:
+            center[n] = start[n] + own.index(chem.center_atom(code))
+            representative[n] = start[n] + own.index(chem.representative_atom(code))
+        except ValueError as error:
+            reason = f"residue {code} lacks its centre or representative atom"
+            raise DataError(tables.id, "tokens", reason) from error
+        restype[n] = chem.RESTYPE[code]
+        mol_type[n] = chem.molecule_type(code)
+    return Tokens(
+        tables=tables,
+        start_atom=start.astype(np.int32),
+        num_atoms=num.astype(np.int32),
+        residue=residue.astype(np.int32),
+        atomized=single,
+        restype=restype.astype(np.int32),
+        mol_type=mol_type.astype(np.int32),
+        center_atom=center.astype(np.int32),
+        rep_atom=representative.astype(np.int32),
+    )

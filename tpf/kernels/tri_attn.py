@@ -1,0 +1,194 @@
+"""Host side of the triangle attention kernels: tile choice, packed inputs, forward launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tpf.kernels import jit, tma
+from tpf.kernels.reference import empty_output
+from tpf.kernels.tma import TensorMap
+
+TILE = 64
+"""Queries and keys of one score tile."""
+QUERIES = 128
+"""Queries of one forward work item: two warpgroups of 64."""
+MAX_SHARED = 232448
+"""Dynamic shared memory that one thread block of Hopper may have, in bytes."""
+
+
+class ForwardTile(NamedTuple):
+    """Tile of the forward kernel: outer slices that share a bias tile, and ring stages."""
+
+    group: int
+    stages: int
+
+
+FORWARD_TILES = {16: ForwardTile(4, 4), 32: ForwardTile(2, 4), 64: ForwardTile(1, 4)}
+"""By head width; with an FP32 bias one stage less fits."""
+
+_I32, _I64, _F32, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_PackParams = tma.params_type(
+    "_PackParams",
+    [
+        *((name, _POINTER) for name in ("bias", "tiles", "mask", "words")),
+        *((f"bias_{axis}", _I64) for axis in "bhqk"),
+        *((f"mask_{axis}", _I64) for axis in "bon"),
+        *((name, _I32) for name in ("n", "heads", "outer", "key_tiles", "query_tiles")),
+        *((name, _I32) for name in ("bias_blocks", "word_count")),
+    ],
+)
+_ForwardParams = tma.params_type(
+    "_ForwardParams",
+    [
+        *((name, TensorMap) for name in "qkv"),
+        *((name, _POINTER) for name in ("bias_tiles", "words", "out", "residual", "lse")),
+        ("bias_batch", _I64),
+        *((name, _I32) for name in ("outer", "heads", "n", "d")),
+        *((name, _I32) for name in ("key_tiles", "bias_key_tiles", "query_tiles")),
+        *((name, _I32) for name in ("query_blocks", "groups", "items")),
+        ("scale", _F32),
+    ],
+)
+
+
+class Packed(NamedTuple):
+    """Bias tiles in fragment order and mask words (kernels/README.md), as ``pack_inputs`` makes."""
+
+    bias_tiles: Tensor
+    mask_words: Tensor | None
+    key_tiles: int
+    query_tiles: int
+    batch_bytes: int
+    """Bytes between the bias tiles of two batch entries; 0 if all share one bias."""
+
+
+def head_width(d: int) -> int:
+    """Return the padded head width of the kernels (16, 32 or 64)."""
+    return 16 if d <= 16 else 32 if d <= 32 else 64
+
+
+@functools.cache
+def processors(device: int) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def device_index(x: Tensor) -> int:
+    """Return the index of the GPU that holds x."""
+    return x.device.index if x.device.index is not None else torch.cuda.current_device()
+
+
+def raw_stream(device: int) -> int:
+    """Return the handle of PyTorch's current stream on a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def mapped(x: Tensor) -> Tensor:
+    """Return x, or a copy of it that the copy engine can read (16-byte strides, unit D stride)."""
+    if tma.mappable(x):
+        return x
+    return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()[..., : x.shape[-1]]
+
+
+def pack_inputs(bias: Tensor, mask: Tensor | None) -> Packed:
+    """Write bias [B, H, N, N] as tiles in fragment order and mask [B, O, N] as 64-bit words.
+
+    One launch; the layouts are those of kernels/README.md.
+    """
+    device = device_index(bias)
+    batch, heads, n, _ = bias.shape
+    if bias.stride(0) == 0:
+        batch = 1
+    tiles = (n + 2 * TILE - 1) // (2 * TILE) * 2
+    fp32 = bias.dtype == torch.float32
+    bias_tiles = torch.empty(
+        (batch, heads, tiles, tiles, TILE * TILE), dtype=bias.dtype, device=bias.device
+    )
+    words, word_count, outer, mask_strides = None, 0, 1, (0, 0, 0)
+    if mask is not None:
+        outer, mask_strides = mask.shape[1], mask.stride()
+        words = torch.empty((*mask.shape[:2], tiles), dtype=torch.int64, device=bias.device)
+        word_count = words.numel()
+    bias_blocks = batch * heads * tiles * tiles
+    params = _PackParams(
+        bias.data_ptr(), bias_tiles.data_ptr(), 0 if mask is None else mask.data_ptr(),
+        0 if words is None else words.data_ptr(), *bias.stride(), *mask_strides, n, heads, outer,
+        tiles, tiles, bias_blocks, word_count,
+    )  # fmt: skip
+    kernel = jit.load("tri_attn_pack", {"BIAS_F32": int(fp32)}, device)
+    kernel.launch((bias_blocks + (word_count + 3) // 4, 1, 1), 128, params, raw_stream(device))
+    batch_bytes = 0 if batch == 1 else bias_tiles[0].numel() * bias_tiles.element_size()
+    return Packed(bias_tiles, words, tiles, tiles, batch_bytes)
+
+
+def forward_defines(
+    width: int, fp32_bias: bool, masked: bool, save_residual: bool
+) -> dict[str, int]:
+    """Return the constants of one variant of the forward kernel."""
+    tile = FORWARD_TILES[width]
+    return {
+        "HEAD_DIM": width,
+        "GROUP": tile.group,
+        "STAGES": tile.stages - fp32_bias,
+        "BIAS_F32": int(fp32_bias),
+        "HAS_MASK": int(masked),
+        "SAVE_RESIDUAL": int(save_residual),
+    }
+
+
+def forward_shared_bytes(defines: dict[str, int], key_tiles: int) -> int:
+    """Return the dynamic shared memory of a variant: stages, two Q buffers, barriers, words."""
+    row, group, stages = 2 * defines["HEAD_DIM"], defines["GROUP"], defines["STAGES"]
+    stage = 2 * group * TILE * row + 2 * TILE * TILE * (4 if defines["BIAS_F32"] else 2)
+    words = 2 * group * key_tiles * 8 if defines["HAS_MASK"] else 0
+    return stages * stage + 2 * group * QUERIES * row + 16 * stages + 32 + words
+
+
+def tri_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    save_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward kernel; tensors as in kernels/README.md, checked by the caller.
+
+    Returns out [B, O, H, N, D] bf16, lse [B, O, H, N] fp32 (base 2) and the residual of out.
+    """
+    device = device_index(q)
+    b, o, h, n, d = q.shape
+    width = head_width(d)
+    defines = forward_defines(width, bias.dtype == torch.float32, mask is not None, save_residual)
+    group = defines["GROUP"]
+    out = empty_output(q)
+    residual = empty_output(q) if save_residual else q.new_empty(0)
+    lse = torch.empty((b, o, h, n), dtype=torch.float32, device=q.device)
+    packed = pack_inputs(bias, mask)
+    maps = [
+        tma.tensor_map(mapped(x), (1, group, 1, rows, width), 2 * width)
+        for x, rows in ((q, QUERIES), (k, TILE), (v, TILE))
+    ]
+    key_tiles = packed.key_tiles if group == 1 else (n + TILE - 1) // TILE
+    query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + group - 1) // group
+    items = b * groups * h * query_blocks
+    words = packed.mask_words
+    params = _ForwardParams(
+        *maps, packed.bias_tiles.data_ptr(), 0 if words is None else words.data_ptr(),
+        out.data_ptr(), residual.data_ptr() if save_residual else 0, lse.data_ptr(),
+        packed.batch_bytes, o, h, n, d, key_tiles, packed.key_tiles, packed.query_tiles,
+        query_blocks, groups, items, scale,
+    )  # fmt: skip
+    kernel = jit.load("tri_attn_fwd", defines, device, MAX_SHARED)
+    kernel.launch(
+        (min(items, processors(device)), 1, 1), 384, params, raw_stream(device),
+        forward_shared_bytes(defines, packed.key_tiles),
+    )  # fmt: skip
+    return out, lse, residual
