@@ -162,11 +162,41 @@ def test_unresolved_copy_is_taken_only_when_no_other_is_left() -> None:
     swap(chains[1], chains[3])
     chains[2].resolved = np.zeros(4)
     f, _ = complex_features(chains)
-    aligned = align(f, moved(x))
     expected = x.clone()
     expected[..., 54:58, :] = 0
-    torch.testing.assert_close(aligned.positions, expected.expand(1, 3, -1, -1))
-    assert (aligned.resolved[0, :].sum(-1) == 58).all()
+    for pred in (moved(x), x):
+        aligned = align(f, pred)
+        torch.testing.assert_close(aligned.positions, expected.expand_as(pred))
+        assert (aligned.resolved.sum(-1) == 58).all()
+
+
+@pytest.mark.parametrize("anchor", ["fewest copies", "polymer first", "most resolved"])
+def test_anchor_choice(anchor: str) -> None:
+    """Every molecule but the right anchor is predicted with scrambled atoms, so it cannot fit."""
+    rng = np.random.default_rng(20)
+    right = [Chain(1, 1, "protein", 9).place(rng)]
+    if anchor == "fewest copies":
+        wrong = [Chain(2, k, "protein", 12).place(rng) for k in (1, 2)]
+    elif anchor == "polymer first":
+        right += [Chain(1, 2, "protein", 9).place(rng)]
+        wrong = [Chain(2, 1, "ligand", 30).place(rng)]
+    else:
+        wrong = [Chain(2, 1, "protein", 8).place(rng)]
+    ions = [Chain(3, k, "ligand", 1).place(rng, 20) for k in range(1, 7)]
+    _, x = complex_features(right + wrong + ions)
+    scrambled, first = x.clone(), sum(len(c.positions) for c in right)
+    for chain in wrong:
+        atoms = torch.arange(first, first + len(chain.positions))
+        scrambled[0, 0, atoms] = x[0, 0, atoms[torch.randperm(len(atoms))]]
+        first += len(atoms)
+    places = [c.positions for c in ions]
+    for chain, k in zip(ions, rng.permutation(6), strict=True):
+        chain.positions = places[k]
+    f, _ = complex_features(right + wrong + ions)
+    aligned = align(f, moved(scrambled))
+    torch.testing.assert_close(
+        aligned.positions[..., first:, :], x[..., first:, :].expand(1, 3, 6, 3)
+    )
 
 
 def test_no_polymer_uses_a_ligand_as_anchor() -> None:

@@ -162,7 +162,15 @@ def _conformers() -> Finding:
 def _components() -> Finding:
     from tpf.data.ccd import Dictionary
 
-    return Finding("component dictionary", "ok", Dictionary().describe())
+    if Dictionary().get("NAG") is None:
+        return Finding("component dictionary", "failed", "the built-in subset cannot be read")
+    if importlib.util.find_spec("biotite") is None:
+        return Finding(
+            "component dictionary", "missing", "only the built-in subset: pip install 'tpf[chem]' "
+            "brings the whole dictionary, or give data.ccd=FILE"
+        )  # fmt: skip
+    version = importlib.metadata.version("biotite")
+    return Finding("component dictionary", "ok", f"built-in subset and biotite {version}")
 
 
 def _relative_error(got: object, want: object) -> float:

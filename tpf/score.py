@@ -43,8 +43,8 @@ def score_files(
 
     Raises ``DataError`` if a file cannot be read or no atom of the reference is predicted.
     """
-    pred = load_tables(predicted, ccd=ccd)
-    tokens = tokenize(load_tables(reference, ccd=ccd))
+    pred = load_tables(predicted, ccd=ccd, filters=False)
+    tokens = tokenize(load_tables(reference, ccd=ccd, filters=False))
     result = score_tables(pred, tokens, Dictionary(ccd))
     return {"predicted": str(predicted), "reference": str(reference), **result}
 

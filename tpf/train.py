@@ -144,7 +144,7 @@ class Trainer:
             batch = to_device(features, device)
             loss = sample_loss(self.model, batch, self.config, draw)
             ids += batch["id"]
-            if not math.isfinite(value := float(loss.total)):
+            if not math.isfinite(value := float(loss.total.detach())):
                 self._fail(run, features, draw, f"loss is {value}")
             loss.total.backward()  # type: ignore[no-untyped-call]
             norm = gradients.add()
@@ -152,7 +152,7 @@ class Trainer:
                 self._fail(run, features, draw, f"gradient norm is {norm}")
             norms.append(norm)
             events += loss.events
-            for name, term in {"loss": loss.total, **loss.terms}.items():
+            for name, term in {"loss": loss.total.detach(), **loss.terms}.items():
                 terms[name] = terms.get(name, 0.0) + float(term)
         self.world.sum_(gradients.buffer)
         gradients.average()

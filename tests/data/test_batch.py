@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthetic import make_tables, make_tokens
+from assemblies import make_tables, make_tokens
 
 from tpf.config import DataConfig
 from tpf.data.batch import collate, pack, to_device, to_torch, unpack

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from synthetic import make_tables, make_tokens
+from assemblies import make_tables, make_tokens
 
 from tpf.data.crop import contiguous, crop, draw_crop, nearest
 from tpf.data.proximity import close_groups, close_pairs, near_any

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthetic import make_tables, make_tokens
+from assemblies import make_tables, make_tokens
 
 from tpf.config import DataConfig
 from tpf.data import dataset as dataset_module
 from tpf.data import store
 from tpf.data.cache import EntryCache
 from tpf.data.dataset import CropDataset, Loader, ValidationDataset
-from tpf.data.records import Entries, record_of
+from tpf.data.prepare import prepare
+from tpf.data.records import Entries, Skipped, record_of
 from tpf.data.tables import DNA, LIGAND, PROTEIN, Tables, Tokens
 from tpf.errors import DataError, UsageError
 
@@ -89,6 +90,35 @@ def test_index_survives_an_interrupted_writer(folder: Path, tmp_path: Path) -> N
         store.read_index(tmp_path)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_prepared_cache_equals_the_files(shared_data: Path, tmp_path: Path, workers: int) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("1ubq", "1bna", "1a8o"):
+        source = shared_data / "general" / f"{name}.cif.gz"
+        (files / source.name).write_bytes(source.read_bytes())
+    (files / "bad.cif").write_text("no structure")
+    out = tmp_path / "out"
+    first = list(prepare(str(files), out, shard=(1, 2), workers=workers))
+    (out / "index-1-of-2.jsonl").open("a").write('{"id": "cut sh')
+    again = list(prepare(str(files), out, shard=(1, 2), workers=workers))
+    assert [type(r) for r in again] == [Skipped] * sum(isinstance(r, Skipped) for r in first)
+    second = list(prepare(str(files), out, shard=(2, 2), workers=workers))
+    assert len(first) + len(second) == 4
+    assert [r.id for r in [*first, *second] if isinstance(r, Skipped)] == ["bad"]
+    options = {"crop": 32, "conformers": "ideal", "max_templates": 0}
+    stored = Entries(DataConfig(path=str(out), **options))
+    direct = Entries(DataConfig(path=str(files), **options))
+    assert (
+        [r.id for r in stored.records] == [r.id for r in direct.records] == ["1a8o", "1bna", "1ubq"]
+    )
+    a = CropDataset(stored, DataConfig(**options))
+    b = CropDataset(direct, DataConfig(**options))
+    assert all(same(a[k], b[k]) for k in range(5))
+    with pytest.raises(UsageError, match="shard 3/2"):
+        list(prepare(str(files), out, shard=(3, 2)))
+
+
 def test_record(folder: Path, config: DataConfig) -> None:
     record = Entries(config).records[0]
     assert record.id == "1aaa" and record.n_tokens == 41
@@ -123,7 +153,6 @@ def test_weights_of_units(config: DataConfig) -> None:
 
 
 def test_filters_count_reasons(tmp_path: Path) -> None:
-    gone = np.zeros(3, np.float32)
     entries = [
         make_entry("good", 0, release_date=datetime.date(2020, 1, 1)),
         make_entry("late", 1, release_date=datetime.date(2022, 1, 1)),
@@ -143,7 +172,6 @@ def test_filters_count_reasons(tmp_path: Path) -> None:
         "crowd": "more than 3 polymer chains",
         "empty": "no token has a resolved centre atom",
     }
-    assert gone.sum() == 0
     strict = dataclasses.replace(config, release_cutoff="2019-01-01", max_resolution=1.0)
     with pytest.raises(UsageError, match="none of 6 entries is usable") as error:
         Entries(dataclasses.replace(strict, max_chains=0))

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import make_tables, make_tokens
+from assemblies import make_tables, make_tokens
 
 from tpf.config import DataConfig, LossConfig
 from tpf.data.ccd import Dictionary
 from tpf.data.chem import ATOMS, GAP, RESTYPE
+from tpf.data.crop import crop
 from tpf.data.features import featurize
 from tpf.data.molecules import find_molecules
+from tpf.data.records import data_files
+from tpf.data.store import load_tokens
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tables, Tokens
 
 CONFIG = DataConfig(max_templates=2, conformers="ideal")
@@ -416,6 +419,34 @@ def test_no_template_rows_on_request() -> None:
     f = features_of(make_tokens(make_tables([(PROTEIN, PEPTIDE)])), config=config)
     assert f["template_distogram"].shape == (0, 6, 6, 39)
     assert f["template_restype"].shape == (0, 6, 32)
+
+
+@pytest.mark.parametrize("name", ["1y57", "2q2k", "4zey", "4cup", "5i55", "3jqh"])
+def test_built_in_examples(name: str) -> None:
+    """Kinase with an inhibitor, protein with DNA, selenomethionine, ligands, peptides."""
+    path = next(p for p in data_files(None) if p.name.startswith(name))
+    tokens = load_tokens(str(path))
+    f = features_of(tokens, crop(tokens, 200, np.random.default_rng(1)))
+    n, a = len(f["token_mask"]), len(f["atom_mask"])
+    assert (f["ref_mask"] == 1).all() and np.isfinite(f["ref_pos"]).all()
+    assert f["num_atoms_per_token"].sum() == a and f["num_atoms_per_token"].max() <= 23
+    assert f["atom_to_token_index"].tolist() == sorted(f["atom_to_token_index"])
+    assert (f["num_atoms_per_token"][f["is_atomized"] == 1] == 1).all()
+    i, j = np.nonzero(f["token_bonds"])
+    assert f["is_atomized"][i].all() and f["is_atomized"][j].all()
+    start = f["start_atom_index"]
+    for which in ("center_atom_index", "rep_atom_index"):
+        assert ((f[which] >= start) & (f[which] < start + f["num_atoms_per_token"])).all()
+    sizes = np.bincount(f["ref_space_uid"])
+    for uid, orders in f["ref_space_uid_to_perm"].items():
+        assert orders.shape[1] == sizes[uid]
+        assert (np.sort(orders, axis=1) == np.arange(sizes[uid])).all()
+        elements = f["ref_element"].argmax(-1)[f["ref_space_uid"] == uid]
+        assert (elements[orders] == elements).all()
+    truth = f["ground_truth"]
+    own = np.isin(truth["token_index"], f["token_index"])
+    assert own.sum() == n
+    np.testing.assert_array_equal(truth["num_atoms_per_token"][own], f["num_atoms_per_token"])
 
 
 def test_a_crop_of_384_takes_less_than_half_a_second() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import make_tables, make_tokens
+from assemblies import make_tables, make_tokens
 
 from tpf.data.chem import GAP, RESTYPE
 from tpf.data.msa import (
@@ -20,6 +20,7 @@ from tpf.data.msa import (
     read_alignment,
     single_row,
 )
+from tpf.data.store import load_tokens
 from tpf.data.tables import LIGAND, PROTEIN, RNA
 from tpf.errors import DataError
 
@@ -144,6 +145,22 @@ def test_alignment_of_another_length_is_an_error() -> None:
     tokens = make_tokens(make_tables([(PROTEIN, ["ALA"] * 5)]))
     with pytest.raises(DataError, match="msa: residue 5 lies outside an alignment of 4"):
         msa_features(tokens, np.arange(5), {1: parse_a3m(A3M_OK)}, 10)
+
+
+def test_real_alignments(shared_data: Path) -> None:
+    files = shared_data / "msa"
+    a3m = read_alignment(files / "1k1a_A_nonpairing.a3m.gz")
+    sto = read_alignment(files / "2q2k_B_uniref90.sto.gz")
+    for alignment in (a3m, sto):
+        assert alignment.rows.shape == alignment.deletions.shape
+        assert (alignment.rows[0] < 20).all() and (alignment.deletions[0] == 0).all()
+        assert len(alignment.rows) > 1
+    tokens = load_tokens(str(shared_data / "general" / "1k1a.cif.gz"))
+    found = AlignmentFolder(files).find(tokens)
+    f = msa_features(tokens, np.arange(len(tokens)), found, 50)
+    assert f["msa"].shape == (50, len(tokens), 32)
+    same = (f["msa"][1:].argmax(-1) == tokens.restype).mean()
+    assert same > 0.15  # homologues in register
 
 
 def test_folder_finds_alignments_by_sequence(tmp_path: Path) -> None:

@@ -226,6 +226,19 @@ def test_aligned_errors_vanish_for_a_moved_copy_and_see_a_hinge() -> None:
     )
 
 
+def test_frames_must_be_valid_in_both_structures() -> None:
+    chain = Chain(1, 1, "ligand", 3)
+    chain.positions = np.array([[0.0, 0, 0], [1.5, 0, 0], [0, 1.6, 0]])
+    chain.resolved = np.ones(3)
+    f, bent = complex_features([chain])
+    straight = bent.clone()
+    straight[0, 0, 2] = torch.tensor([-1.6, 0, 0])
+    ones = torch.ones(1, 1, 3)
+    for x, y, valid in ((bent, bent, True), (straight, bent, False), (bent, straight, False)):
+        _, mask = confidence.aligned_errors(f, x, y, ones)
+        assert bool(mask[0, 0, 0].all()) is bool(mask[0, 0, 0].any()) is valid
+
+
 def test_resolved_loss_against_a_loop(case: tuple[Any, ...]) -> None:
     f, _, _, resolved = case
     n = resolved.shape[2]

@@ -47,12 +47,12 @@ def test_confidence_terms_need_a_resolution_in_range() -> None:
     assert weights()["pae"] == [0.0]
 
 
-def test_loss_weight_features_multiply_the_configuration() -> None:
-    features = {"mse": torch.tensor([[0.5], [0.0]]), "experimentally_resolved": torch.zeros(2, 1)}
-    got = weights(resolution=torch.tensor([2.0, 2.0]), loss_weights=features)
-    assert got["mse"] == [2.0, 0.0]
-    assert got["resolved"] == [0.0, 0.0]
-    assert got["plddt"] == [1e-4, 1e-4]
+def test_loss_weight_features_replace_the_configuration() -> None:
+    features = {"mse": torch.tensor([[0.5], [0.0]]), "experimentally_resolved": torch.ones(2, 1)}
+    got = weights(resolution=torch.tensor([2.0, 9.0]), loss_weights=features)
+    assert got["mse"] == [0.5, 0.0]
+    assert got["resolved"] == [1.0, 0.0]
+    assert got["plddt"] == [1e-4, 0.0]
 
 
 def test_samples_with_weight_zero_are_left_out_of_the_mean() -> None:

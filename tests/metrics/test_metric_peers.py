@@ -23,7 +23,7 @@ PAIRS = ("1l2y", "2lwu", "1bna", "1aki")
 """Two NMR entries (models 1 and 2), a DNA and a protein crystal (perturbed copies)."""
 
 
-def atoms_of(path: Path, models: bool) -> Any:  # noqa: ANN401 (biotite has no types)
+def atoms_of(path: Path) -> Any:  # noqa: ANN401 (biotite has no types)
     from biotite.structure.io.pdbx import CIFFile, get_structure
 
     with gzip.open(path, "rt") as handle:
@@ -37,7 +37,7 @@ def pair(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Any, Any]:
     path = shared_data / "general" / f"{request.param}.cif.gz"
     if not path.is_file():
         pytest.skip(f"{path.name} is not in shared/data/general")
-    stack = atoms_of(path, models=True)
+    stack = atoms_of(path)
     if stack.stack_depth() > 1:
         return stack[0], stack[1]
     model = stack[0].copy()
@@ -111,7 +111,7 @@ def protein_of(array: Any) -> Any:  # noqa: ANN401
 
 @pytest.mark.parametrize("entry", ["1l2y", "1aki", "1ubq"])
 def test_sasa_agrees_with_biotite(shared_data: Path, entry: str) -> None:
-    protein = protein_of(atoms_of(shared_data / "general" / f"{entry}.cif.gz", models=False)[0])
+    protein = protein_of(atoms_of(shared_data / "general" / f"{entry}.cif.gz")[0])
     elements = np.array([{"C": 6, "N": 7, "O": 8, "S": 16}[e] for e in protein.element])
     radii = protor_radii(protein.res_name, protein.atom_name, elements)
     start = time.process_time()
@@ -139,7 +139,7 @@ def test_sasa_agrees_with_biopython(shared_data: Path) -> None:
     from Bio.PDB.SASA import ShrakeRupley
     from Bio.PDB.StructureBuilder import StructureBuilder
 
-    protein = protein_of(atoms_of(shared_data / "general" / "1l2y.cif.gz", models=False)[0])
+    protein = protein_of(atoms_of(shared_data / "general" / "1l2y.cif.gz")[0])
     radius = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
     builder = StructureBuilder()
     builder.init_structure("x")

@@ -122,8 +122,7 @@ def test_gradient_flows_through_the_last_cycle_only() -> None:
     model.zero_grad()
     with torch.no_grad():
         before = model.trunk(f, 2)
-    first = Trunk(*model.input_embedder(f))
-    _, z = model._cycle(f, first, before.s, before.z)
+    _, z = model._cycle(f, model.input_embedder(f), before.s, before.z)
     z.square().mean().backward()
     for name, p in model.named_parameters():
         if p.grad is not None:
@@ -249,6 +248,8 @@ def test_templates_are_averaged_and_blind_across_chains() -> None:
     names = [name for name in f if name.startswith("template_")]
     swapped = f | {name: f[name].flip(1) for name in names}
     torch.testing.assert_close(model.trunk(swapped, 1).z, model.trunk(f, 1).z)
+    twice = f | {name: f[name].repeat_interleave(2, 1) for name in names}
+    torch.testing.assert_close(model.trunk(twice, 1).z, model.trunk(f, 1).z)
     other = (f["asym_id"][:, :, None] != f["asym_id"][:, None])[:, None, :, :, None]
     noisy = f | {
         name: f[name] + other * torch.randn_like(f[name])

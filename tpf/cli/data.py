@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tpf.errors import TpfError
+
+if TYPE_CHECKING:
+    from tpf.data.check import CheckRow
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,7 +24,12 @@ app = typer.Typer(
 @app.command("check")
 def check(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders.")],
-    strict: Annotated[bool, typer.Option(help="Exit 1 if any file cannot be used.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 if any file cannot be used.")
+    ] = False,
+    notes: Annotated[
+        bool, typer.Option("--notes", help="Also say what was inferred or removed in each file.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
 ) -> None:
     """Read every structure and say, a line each, what it holds or why it cannot be used."""
@@ -30,17 +38,33 @@ def check(
     from tpf.data.check import check_paths
 
     total = bad = 0
-    for record in check_paths(paths):
+    for row in check_paths(paths):
         total += 1
-        bad += not record.ok
+        bad += not row.ok
         if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(record), default=str))
-        else:
-            typer.echo(record.line())
+            typer.echo(json.dumps(dataclasses.asdict(row), default=str))
+            continue
+        typer.echo(_line(row))
+        for note in row.notes if notes else ():
+            typer.echo(f"    {note}")
     if not as_json:
         typer.echo(f"{total} files: {total - bad} ok, {bad} cannot be used")
     if strict and bad:
         raise TpfError(f"{bad} of {total} files cannot be used (--strict)")
+
+
+def _line(row: CheckRow) -> str:
+    if not row.ok:
+        return f"{row.path.name}: {row.stage}: {row.reason}"
+    from tpf.data.check import TYPES
+
+    tokens = ", ".join(f"{n} {kind}" for n, kind in zip(row.tokens, TYPES, strict=True) if n)
+    resolution = "" if row.resolution is None else f" {row.resolution:.2f} Å"
+    return (
+        f"{row.path.name}: ok: {row.id}, {row.polymer_chains} polymer and {row.ligand_chains} "
+        f"other chains, {row.n_tokens} tokens ({tokens}), "
+        f"{row.method or 'unknown method'}{resolution}, {row.release_date or 'no date'}"
+    )
 
 
 @app.command("show")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data.cif import Block
-from tpf.data.structure import Structure, keep_chains
+from tpf.data.structure import Structure, counted, keep_chains
 from tpf.errors import DataError
 
 MAX_CHAINS = 300
@@ -132,10 +132,10 @@ def expand(structure: Structure, copies: list[Copy], origin: dict[str, str]) -> 
     result = _concatenate(structure, parts)
     left_out = len(structure.chains) - len(seen)
     if left_out:
-        result = result.noted(f"{left_out} chains are not part of assembly 1.")
+        result = result.noted(f"{counted(left_out, 'chain')} not in assembly 1.")
     extra = len(result.chains) - len(seen)
     if extra:
-        result = result.noted(f"{extra} chains of assembly 1 are copies made by symmetry.")
+        result = result.noted(f"{counted(extra, 'chain')} of assembly 1 made by symmetry.")
     return result
 
 

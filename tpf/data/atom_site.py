@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tpf.data import chem
 from tpf.data.cif import Block, Columns, to_numbers
+from tpf.data.structure import counted
 from tpf.errors import DataError
 
 _TEXT = (
@@ -113,7 +114,7 @@ def read_atom_site(entry: str, block: Block, notes: list[str]) -> AtomSite:
     pos = np.stack(axes, axis=1)
     known = np.isfinite(pos).all(axis=1)
     if not known.all():
-        notes.append(f"{int((~known).sum())} atoms without coordinates were taken as unresolved.")
+        notes.append(f"{counted(int((~known).sum()), 'atom')} without coordinates taken as unresolved.")
         columns = {name: values[known] for name, values in columns.items()}
         pos = pos[known]
     if not len(pos):
@@ -190,7 +191,7 @@ def residue_groups(site: AtomSite, notes: list[str]) -> list[Group]:
                 )
             )
     if repeated:
-        notes.append(f"{repeated} repeated atoms were dropped.")
+        notes.append(f"{counted(repeated, 'repeated atom')} dropped.")
     return groups
 
 

@@ -8,6 +8,7 @@ memory. Hydrogens are left out.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -31,6 +32,7 @@ from tpf.data.cif import (
 from tpf.errors import DataError
 
 FORMAT = 1
+_LOG = logging.getLogger(__name__)
 _CODE = np.dtype(
     [("code", "U16"), ("type", "U48"), ("parent", "U8"), ("date", "U10"), ("name", "S120"),
      ("atoms", "i8"), ("bonds", "i8")]
@@ -106,6 +108,7 @@ def of_file(path: Path) -> CodeIndex:
     folder = cache_folder() / "ccd" / name
     if folder.is_dir():
         return _open(folder)
+    _LOG.info("indexing the component dictionary %s (once on this machine)", path)
     index = _build(path)
     try:
         _save(index, folder)

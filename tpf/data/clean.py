@@ -19,6 +19,7 @@ from tpf.data.definitions import resolve_definitions
 from tpf.data.structure import (
     Structure,
     close_pairs,
+    counted,
     keep_atoms,
     keep_chains,
     keep_residues,
@@ -63,10 +64,6 @@ def clean(structure: Structure, dictionary: Dictionary, *, filters: bool = True)
     return complete(structure, known)
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
 def rename_selenomethionine(structure: Structure) -> Structure:
     """Step 1: MSE becomes MET, its selenium the sulphur SD."""
     mse = structure.res_name == "MSE"
@@ -91,7 +88,7 @@ def rename_selenomethionine(structure: Structure) -> Structure:
         res_name=np.where(mse, "MET", structure.res_name),
         chains=chains,
     )
-    return renamed.noted(f"{_count(int(mse.sum()), 'residue')} MSE became MET.")
+    return renamed.noted(f"{counted(int(mse.sum()), 'residue')} MSE became MET.")
 
 
 def order_arginine(structure: Structure) -> Structure:
@@ -111,7 +108,7 @@ def order_arginine(structure: Structure) -> Structure:
     if not swapped:
         return structure
     renamed = dataclasses.replace(structure, atom_name=names)
-    return renamed.noted(f"NH1 and NH2 of {_count(swapped, 'arginine')} were exchanged.")
+    return renamed.noted(f"NH1 and NH2 of {counted(swapped, 'arginine')} were exchanged.")
 
 
 def drop_waters(structure: Structure) -> Structure:
@@ -120,7 +117,7 @@ def drop_waters(structure: Structure) -> Structure:
     if not water.any():
         return structure
     kept = keep_residues(structure, ~water)
-    return kept.noted(f"{_count(int(water.sum()), 'water')} dropped.")
+    return kept.noted(f"{counted(int(water.sum()), 'water')} dropped.")
 
 
 def drop_crystal_aids(structure: Structure) -> Structure:
@@ -133,7 +130,7 @@ def drop_crystal_aids(structure: Structure) -> Structure:
         return structure
     names = ", ".join(sorted(set(structure.res_name[aid].tolist())))
     kept = keep_residues(structure, ~aid)
-    return kept.noted(f"{_count(int(aid.sum()), 'crystallisation aid')} dropped ({names}).")
+    return kept.noted(f"{counted(int(aid.sum()), 'crystallisation aid')} dropped ({names}).")
 
 
 def drop_hydrogens(structure: Structure) -> Structure:
@@ -142,7 +139,7 @@ def drop_hydrogens(structure: Structure) -> Structure:
     if not hydrogen.any():
         return structure
     kept = keep_atoms(structure, ~hydrogen)
-    return kept.noted(f"{_count(int(hydrogen.sum()), 'hydrogen')} dropped.")
+    return kept.noted(f"{counted(int(hydrogen.sum()), 'hydrogen')} dropped.")
 
 
 def _drop_chains(structure: Structure, drop: NDArray[np.bool_], why: str) -> Structure:
@@ -150,7 +147,7 @@ def _drop_chains(structure: Structure, drop: NDArray[np.bool_], why: str) -> Str
         return structure
     names = ", ".join(chain.id for chain, gone in zip(structure.chains, drop, strict=True) if gone)
     kept = keep_chains(structure, ~drop)
-    return kept.noted(f"{_count(int(drop.sum()), 'chain')} dropped, {why} ({names}).")
+    return kept.noted(f"{counted(int(drop.sum()), 'chain')} dropped, {why} ({names}).")
 
 
 def drop_short_polymers(structure: Structure) -> Structure:
@@ -212,7 +209,7 @@ def drop_foreign_atoms(structure: Structure, known: Dictionary) -> Structure:
     codes = sorted(set(structure.res_name[structure.atom_residue[~keep]].tolist()))
     kept = keep_atoms(structure, keep)
     return kept.noted(
-        f"{_count(int((~keep).sum()), 'atom')} dropped that the definition of "
+        f"{counted(int((~keep).sum()), 'atom')} dropped that the definition of "
         f"{', '.join(codes)} lacks."
     )
 
@@ -266,7 +263,7 @@ def drop_links(structure: Structure) -> Structure:
         (long, f"link over {MAX_BOND_LENGTH} Angstrom"),
     ):
         if mask.any():
-            structure = structure.noted(f"{_count(int(mask.sum()), what)} removed.")
+            structure = structure.noted(f"{counted(int(mask.sum()), what)} removed.")
     return structure
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tpf.data import chem
 from tpf.data.ccd import Dictionary
-from tpf.data.structure import Chain, Structure
+from tpf.data.structure import Chain, Structure, counted
 from tpf.data.tables import DNA, PROTEIN, RNA, Tables
 from tpf.errors import DataError
 
@@ -93,7 +93,7 @@ def _rows_of(structure: Structure, known: Dictionary, notes: list[str]) -> list[
                 raise DataError(structure.id, "clean", f"component {code} has no definition")
             rows.append(_Row(code, site.res_id, site.auth_seq, c, at.get(site.res_id), found))
         if undefined:
-            notes.append(f"{undefined} undefined residues of chain {chain.id} became unknown.")
+            notes.append(f"{counted(undefined, 'undefined residue')} of chain {chain.id} became unknown.")
     return rows
 
 
@@ -124,7 +124,7 @@ def complete(structure: Structure, known: Dictionary) -> Tables:
     bonds, bond_order = _bonds(structure, rows, starts, source, pos)
     n_missing = int((~resolved).sum())
     if n_missing:
-        notes.append(f"{n_missing} unresolved atoms were inserted.")
+        notes.append(f"{counted(n_missing, 'unresolved atom')} inserted.")
     return Tables(
         id=structure.id,
         method=structure.method,

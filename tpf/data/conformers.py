@@ -2,8 +2,9 @@
 
 A conformer is drawn from a pool of ``POOL`` RDKit (ETKDGv3) conformers of the component, each made
 when it is first drawn and kept by the process. Its seed depends on the component code and the
-number in the pool only, so that a draw is the same in every process. (One embedding takes 5-10 ms
-for an amino acid and 80 ms for a drug: a new one for each residue of a crop would take seconds.)
+number in the pool only, so that a draw is the same in every process (unless an embedding takes
+about as long as ``TIMEOUT_S``). One embedding takes 5-10 ms for an amino acid, 80 ms for a drug and
+10 s for a fullerene: a new one for each residue of a crop would take seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tpf.config import DataConfig
 from tpf.data.ccd import Component, Dictionary, component_of
 from tpf.data.chem import COVALENT_RADIUS
 from tpf.data.symmetry import automorphisms
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
 
-POOL = 32
-"""Conformers kept for one component."""
+POOL, LARGE_POOL, LARGE = 32, 4, 50
+"""Conformers kept for one component, and for one of more than ``LARGE`` heavy atoms."""
 TIMEOUT_S = 10
 """Longest time for one embedding."""
 CUTOFF = datetime.date(2021, 9, 30)
@@ -56,7 +58,7 @@ def reference_conformer(
     component was defined by ``cutoff``, then to none; "ideal" starts at the ideal coordinates;
     "auto" is "rdkit" where it is installed. Raises ``UsageError`` if "rdkit" is not installed.
     """
-    number = int(rng.integers(POOL))
+    number = int(rng.integers(LARGE_POOL if len(component) > LARGE else POOL))
     if use_rdkit(source):
         embedded = _embedded(component, number)
         if embedded is not None:
@@ -207,11 +209,16 @@ def _embed(component: Component, number: int, method: int) -> NDArray[np.float32
 
 @dataclass(frozen=True)
 class Conformers:
-    """Conformers and atom orders of the residues of an entry."""
+    """Where the conformers of an entry's residues come from."""
 
     dictionary: Dictionary
     source: Source = "auto"
     cutoff: datetime.date = CUTOFF
+
+    @classmethod
+    def of(cls, dictionary: Dictionary, config: DataConfig) -> Conformers:
+        """Return the source that the configuration names; its release cutoff holds here too."""
+        return cls(dictionary, config.conformers, _date(config.release_cutoff or "") or CUTOFF)
 
     def component(self, tables: Tables, residue: int, atoms: NDArray[np.intp]) -> Component:
         """Return a residue's definition, or what the entry shows of it if none knows its atoms."""

@@ -28,7 +28,7 @@ from tpf.data.features import Features, featurize
 from tpf.data.records import Entries, Skipped
 from tpf.data.sampling import Unit, epoch_order, rank_positions
 from tpf.data.tables import Tokens
-from tpf.errors import DataError, UsageError
+from tpf.errors import DataError, TpfError, UsageError
 
 EPOCH = 128_000
 """Samples of one epoch (AF3 SI 5.2)."""
@@ -198,12 +198,13 @@ class _Positions:
     def __init__(
         self, start: int, stop: int | None, batch_size: int, rank: int, world: int
     ) -> None:
-        self._steps = itertools.count(start) if stop is None else range(start, stop)
+        self._steps = (start, stop)
         self._share = (batch_size, rank, world)
 
     def __iter__(self) -> Iterator[int]:
+        start, stop = self._steps
         batch_size, rank, world = self._share
-        for step in self._steps:
+        for step in itertools.count(start) if stop is None else range(start, stop):
             yield from rank_positions(step * batch_size, (step + 1) * batch_size, rank, world)
 
 
@@ -243,14 +244,30 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the batches of each step; raise ``DataError`` naming the entry that failed."""
+        """Yield the batches of each step.
+
+        Raises ``DataError`` naming the entry that failed, ``TpfError`` if a loader process died.
+        """
         samples: list[Batch] = []
-        for item in self._loader:
-            if isinstance(item, _Failed):
-                raise item.error
+        for item in self._items():
             features = unpack(item)
             self.skipped += features["skipped"]
             samples.append(to_torch(features))
             if len(samples) == self._per_step:
                 yield samples
                 samples = []
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        source = iter(self._loader)
+        while True:
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                reason = f"a loader process died ({error}); lower data.workers or free memory"
+                raise TpfError(reason) from error
+            if isinstance(item, _Failed):
+                del source  # ends the workers now; in the garbage collector it takes seconds
+                raise item.error
+            yield item

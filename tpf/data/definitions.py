@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tpf.data import chem
 from tpf.data.ccd import Component, Dictionary
-from tpf.data.structure import Structure, keep_residues
+from tpf.data.structure import Structure, counted, keep_residues
 
 MIN_MATCH = 0.7
 """Share of observed atoms that a definition must know, else the code means something else."""
@@ -31,7 +31,7 @@ def resolve_definitions(
     unknown = structure.res_name == "UNL"
     if unknown.any():
         count = int(unknown.sum())
-        structure = keep_residues(structure, ~unknown).noted(f"{count} unknown ligands dropped.")
+        structure = keep_residues(structure, ~unknown).noted(f"{counted(count, 'unknown ligand')} dropped.")
     spans = structure.spans()
     inferred: dict[str, Component] = {}
     for code in dict.fromkeys(structure.res_name.tolist()):

@@ -94,7 +94,7 @@ def featurize(
     features["atom_mask"] = np.ones(len(lay.atom), np.float32)
     features["cyclic_mask"] = np.zeros(n, np.bool_)
     features["token_bonds"] = token_bonds(tokens, lay)
-    features |= reference_features(tokens, lay, Conformers(dictionary, config.conformers), rng)
+    features |= reference_features(tokens, lay, Conformers.of(dictionary, config), rng)
     msa_rng = rng if training else None
     features |= msa_features(tokens, lay.token, msa or {}, config.max_msa_rows, msa_rng)
     features |= empty_templates(config.max_templates, n)

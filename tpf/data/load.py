@@ -31,15 +31,16 @@ def is_structure_name(path: Path) -> bool:
     return path.name.lower().endswith(ENDINGS)
 
 
-def find_files(path: Path | str) -> list[Path]:
+def find_files(path: Path | str, folder: Path | str | None = None) -> list[Path]:
     """Return the structure files that a folder (with subfolders), a list file or a file means.
 
-    A list file holds one path or id per line, relative to its own folder; ``#`` starts a comment.
+    A list file (.txt, .list, .lst, .csv, .tsv) holds one path or id per line; ``#`` starts a
+    comment. Paths are relative to the list's folder, ids are looked for there or in ``folder``.
     Raises ``UsageError`` if there is nothing.
     """
     path = Path(path)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and is_structure_name(p))
+        files = _structures(path)
         if not files:
             raise UsageError(
                 f"{path} has no structure files; they are named {', '.join(ENDINGS[:4])}"
@@ -48,33 +49,33 @@ def find_files(path: Path | str) -> list[Path]:
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder; give a folder, a list or an mmCIF file")
     if path.suffix.lower() in (".txt", ".list", ".lst", ".tsv", ".csv"):
-        return _listed(path)
+        return _listed(path, path.parent if folder is None else Path(folder))
     return [path]
 
 
-def _listed(path: Path) -> list[Path]:
+def _listed(path: Path, folder: Path) -> list[Path]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{path}: cannot read the list ({error})") from error
     items = [line.split("#")[0].strip() for line in lines]
-    files = [_resolve(item, path) for item in items if item]
+    by_name = {entry_name(p).lower(): p for p in reversed(_structures(folder))}
+    files = [_resolve(item, path, folder, by_name) for item in items if item]
     if not files:
         raise UsageError(f"{path}: the list is empty; write one path or id per line")
     return files
 
 
-def _resolve(item: str, path: Path) -> Path:
-    """Return the file of a list entry: a path, else an id beside the list or in its sub-folders."""
-    for folder in (path.parent, Path()):
-        if (folder / item).is_file():
-            return folder / item
-    for ending in ENDINGS:
-        for name in (item, item.lower()):
-            if (path.parent / f"{name}{ending}").is_file():
-                return path.parent / f"{name}{ending}"
-    inside = sorted(p for p in path.parent.rglob("*") if is_structure_name(p))
-    found = [p for p in inside if entry_name(p).lower() == item.lower()]
-    if not found:
-        raise UsageError(f"{path}: no file for {item!r} in {path.parent}")
-    return found[0]
+def _structures(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and is_structure_name(p))
+
+
+def _resolve(item: str, path: Path, folder: Path, by_name: dict[str, Path]) -> Path:
+    """Return the file of a list entry: a path, else the file in ``folder`` with that id."""
+    for base in (path.parent, Path()):
+        if (base / item).is_file():
+            return base / item
+    found = by_name.get(item.lower())
+    if found is None:
+        raise UsageError(f"{path}: no file for {item!r} in {folder}")
+    return found

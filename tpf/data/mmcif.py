@@ -21,7 +21,7 @@ from tpf.data.ccd import Component, Dictionary, component_from, read_components
 from tpf.data.cif import Block, entry_name, read_blocks
 from tpf.data.links import Link, infer_links, read_links
 from tpf.data.polymer import Placed, place_chains, read_records
-from tpf.data.structure import Chain, Site, Structure
+from tpf.data.structure import Chain, Site, Structure, counted
 from tpf.errors import DataError
 
 _LINKS_LISTED = ("struct_conn", "struct_conn_type", "database_2", "pdbx_audit_revision_history")
@@ -106,7 +106,7 @@ def _with_inferred_links(structure: Structure) -> Structure:
     if not len(links):
         return structure
     structure = replace(structure, links=links, dative=np.zeros(len(links), dtype=bool))
-    return structure.noted(f"{len(links)} links between residues were inferred from distances.")
+    return structure.noted(f"{counted(len(links), 'link')} between residues inferred from distances.")
 
 
 def _entry_id(block: Block, stem: str) -> str:
@@ -132,6 +132,8 @@ def read_metadata(block: Block) -> tuple[str, float | None, datetime.date | None
     dates = history.get("revision_date", np.array([], dtype=np.str_))
     if "data_content_type" in history:
         dates = dates[history["data_content_type"] == "Structure model"]
+    if not len(dates):  # entries of the archive before 2017
+        dates = block.columns("database_PDB_rev", ("date",)).get("date", dates)
     days = [day for day in map(_date, dates.tolist()) if day is not None]
     return method, resolution, min(days) if days else None
 
@@ -159,8 +161,8 @@ def _select(part: Placed, site: AtomSite, notes: list[str]) -> Placed:
             sites[place] = Site(place, best.comp, best.auth_seq or sites[place].auth_seq)
     if alternatives:
         notes.append(
-            f"{alternatives} alternative residues of chain {part.chain.id} gave way to the "
-            "residue of highest occupancy."
+            f"{counted(alternatives, 'alternative residue')} of chain {part.chain.id} gave way to "
+            "the residue of highest occupancy."
         )
     chain = replace(part.chain, sequence=tuple(sites.values()))
     return Placed(chain, tuple(chosen))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,9 +121,14 @@ def _is_stockholm(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> str:
+    return "".join(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        raw = path.read_bytes()
-        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", "replace")
+        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+            yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(path.name, "msa", str(error)) from error
 
@@ -177,14 +182,21 @@ class AlignmentFolder:
 
 def _query_letters(path: Path) -> str:
     """Return the residues of a file's first sequence as they are written, without gaps."""
-    text = _read_text(path)
-    if _is_stockholm(path):
-        lines = [x for x in text.splitlines() if x and not x.startswith(("#", "//"))]
-        name = lines[0].split()[0] if lines else ""
-        letters = "".join(x.split()[-1] for x in lines if x.split()[0] == name)
-    else:
-        letters = "".join(("\n" + text).split("\n>", 2)[1].splitlines()[1:]) if ">" in text else ""
-    return "".join(x for x in letters if x.isalpha()).upper()
+    letters: list[str] = []
+    name = ""
+    for line in _lines(path):
+        if _is_stockholm(path):
+            first, _, piece = line.partition(" ")
+            if line.strip() and not line.startswith(("#", "//")) and first == (name or first):
+                name = first
+                letters.append(piece)
+        elif line.startswith(">"):
+            if name:
+                break
+            name = line
+        else:
+            letters.append(line)
+    return "".join(x for x in "".join(letters) if x.isalpha()).upper()
 
 
 def one_hot(index: NDArray[np.integer], classes: int) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from tpf.data import chem
 from tpf.data.atom_site import Group
 from tpf.data.ccd import Dictionary
 from tpf.data.cif import Block
-from tpf.data.structure import Chain, Site
+from tpf.data.structure import Chain, Site, counted
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA
 
 _ONE_TO_CODE = {
@@ -173,7 +173,7 @@ def place_chains(
         for k, part in enumerate(others + ([water] if water else [])):
             placed.append(_ligand(_free_name(asym, k + 1, by_asym), "", part))
         if others:
-            notes.append(f"{len(others)} hetero groups in chain {asym} became chains of their own.")
+            notes.append(f"{counted(len(others), 'hetero group')} of chain {asym} split off as ligands.")
     return placed
 
 
@@ -296,7 +296,7 @@ def _reconcile(
         elif group.auth_seq:
             sites[res_id] = replace(sites[res_id], auth_seq=group.auth_seq)
     if differ:
-        notes.append(f"{differ} residues of chain {asym} differ from the sequence record.")
+        notes.append(f"{counted(differ, 'residue')} of chain {asym} not as in the sequence record.")
     if added:
-        notes.append(f"{added} residues of chain {asym} are not in the sequence record.")
+        notes.append(f"{counted(added, 'residue')} of chain {asym} outside the sequence record.")
     return tuple(sites[res_id] for res_id in sorted(sites))

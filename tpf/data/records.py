@@ -7,13 +7,18 @@ cache (``store``) holds the records, and nothing is read.
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import importlib
+import multiprocessing
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tpf.config import DataConfig
 from tpf.data import store
@@ -24,6 +29,10 @@ from tpf.data.sampling import Unit, cluster_weights
 from tpf.data.tables import LIGAND, Tokens
 from tpf.errors import DataError, UsageError
 
+REASONS = 5
+"""Reasons for skipping that a summary names."""
+MANY_FILES = 200
+"""Files from which on ``DataConfig.workers`` processes read them."""
 INTERFACE_CONTACT = 5.0
 """Angstrom between heavy atoms of the two chains of an interface."""
 
@@ -48,6 +57,8 @@ class Record:
     """Chains with a resolved token centre."""
     interfaces: tuple[tuple[int, int], ...]
     """Pairs of chains with heavy atoms nearer than 5 Angstrom."""
+    source: str = ""
+    """File that a stored entry was made from."""
 
     @property
     def n_polymers(self) -> int:
@@ -137,9 +148,11 @@ class Entries:
         return len(self.records)
 
     def summary(self) -> str:
-        """Return the number of skipped entries per stage and reason, most frequent first."""
+        """Return the number of skipped entries for each of the most frequent reasons."""
         counts = Counter(f"{s.stage}: {s.reason}" for s in self.skipped)
-        return "; ".join(f"{n} {reason}" for reason, n in counts.most_common()) or "nothing skipped"
+        parts = [f"{n} {reason}" for reason, n in counts.most_common(REASONS)]
+        others = counts.total() - sum(n for _, n in counts.most_common(REASONS))
+        return "; ".join(parts + [f"{others} others"] * bool(others)) or "nothing skipped"
 
     def units(self) -> list[Unit]:
         """Return every chain and interface that a sample can be drawn for."""
@@ -149,7 +162,9 @@ class Entries:
             for chains in [*((c,) for c in record.resolved), *record.interfaces]
         ]
 
-    def weights(self, units: list[Unit], clusters: dict[str, str] | None = None) -> np.ndarray:
+    def weights(
+        self, units: list[Unit], clusters: dict[str, str] | None = None
+    ) -> NDArray[np.float64]:
         """Return the sampling weight of each unit; ``clusters`` maps ENTRY_CHAIN to a cluster."""
         given = clusters or {}
         types, names = [], []
@@ -167,13 +182,28 @@ class Entries:
     def _read(self, config: DataConfig) -> list[Record | Skipped]:
         if config.path is not None and store.is_store(Path(config.path)):
             return [Record(**fields) for fields in store.read_index(Path(config.path))]
-        return [self._record(str(path)) for path in data_files(config.path)]
+        paths = [str(path) for path in data_files(config.path)]
+        workers = config.workers if len(paths) >= MANY_FILES else 1
+        return list(map_files(functools.partial(_read_record, self.cache), paths, workers))
 
-    def _record(self, path: str) -> Record | Skipped:
-        try:
-            return record_of(self.cache.get(path).tokens, path)
-        except DataError as error:
-            return Skipped(error.entry, error.stage, error.reason)
+
+def map_files(
+    function: Callable[[str], Record | Skipped], paths: list[str], workers: int
+) -> Iterator[Record | Skipped]:
+    """Yield the results for the paths in order, made in ``workers`` processes if more than one."""
+    if workers < 2 or len(paths) < 2:
+        yield from map(function, paths)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield from pool.map(function, paths, chunksize=4)
+
+
+def _read_record(cache: EntryCache, path: str) -> Record | Skipped:
+    try:
+        return record_of(cache.get(path).tokens, path)
+    except DataError as error:
+        return Skipped(error.entry, error.stage, error.reason)
 
 
 def _cutoff(config: DataConfig) -> datetime.date | None:

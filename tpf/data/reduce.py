@@ -19,6 +19,7 @@ ENTRY_COLUMNS: dict[str, tuple[str, ...] | None] = {
     "refine": ("entry_id", "pdbx_refine_id", "ls_d_res_high"),
     "em_3d_reconstruction": ("entry_id", "id", "resolution"),
     "pdbx_audit_revision_history": ("ordinal", "data_content_type", "revision_date"),
+    "database_PDB_rev": ("num", "date"),
     "entity": ("id", "type", "pdbx_description"),
     "entity_poly": ("entity_id", "type", "nstd_linkage", "pdbx_seq_one_letter_code"),
     "entity_poly_seq": ("entity_id", "num", "mon_id", "hetero"),
@@ -68,14 +69,19 @@ def _copy(source: Any, target: Any, category: str, keep: tuple[str, ...] | None)
         target.set_mmcif_category(f"_{category}.", columns, raw=True)
 
 
-def reduce(document: Any) -> Any:  # noqa: ANN401 (gemmi.cif.Document)
-    """Return a new ``gemmi.cif.Document`` with only what the reader uses of an entry."""
+def reduce(document: Any, *, assembly: bool = True) -> Any:  # noqa: ANN401 (gemmi.cif.Document)
+    """Return a new ``gemmi.cif.Document`` with only what the reader uses of an entry.
+
+    Without ``assembly`` the reader takes the deposited chains instead of assembly 1.
+    """
     from gemmi import cif
 
     result = cif.Document()
     for source in document:
         target = result.add_new_block(source.name)
         for category, keep in ENTRY_COLUMNS.items():
+            if not assembly and category.startswith(("pdbx_struct_assembly", "pdbx_struct_oper")):
+                continue
             _copy(source, target, category, keep)
     return result
 

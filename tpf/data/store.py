@@ -1,6 +1,6 @@
 """Tokenised entries on disk: one .npz file per entry and an index of records.
 
-A prepared cache is a folder with ``<id>.npz`` files and one ``index*.jsonl`` per writer, a line
+A prepared cache is a folder with ``.npz`` files and one ``index*.jsonl`` per writer, a line
 per finished entry. Writers never touch each other's files: several may run at once, and one that
 was stopped goes on after the last line of its index.
 """
@@ -84,6 +84,13 @@ def is_store(path: Path) -> bool:
     return path.is_dir() and any(path.glob("index*.jsonl"))
 
 
+def drop_unfinished_line(path: Path) -> None:
+    """Remove the last line of an index file if its writer was interrupted in it."""
+    if path.is_file():
+        whole = path.read_bytes()
+        path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+
+
 def append_index(path: Path, record: dict[str, Any]) -> None:
     """Add the line of one finished entry to an index file."""
     with path.open("a") as file:
@@ -91,7 +98,7 @@ def append_index(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
-    """Return the fields of all records of a cache by id, paths made absolute.
+    """Return the fields of all records of a cache in order of paths, which are made absolute.
 
     A last line cut short by an interruption is left out. Raises ``UsageError`` for other lines.
     """
@@ -102,7 +109,7 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
             try:
                 fields = json.loads(line)
                 fields["path"] = str(folder / fields["path"])
-                found[fields["id"]] = {name: _tuples(value) for name, value in fields.items()}
+                found[fields["path"]] = {name: _tuples(value) for name, value in fields.items()}
             except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines):
                     continue

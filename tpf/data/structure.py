@@ -15,6 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def counted(n: int, noun: str) -> str:
+    """Return ``1 atom``, ``2 atoms``: a number with its noun, for notes."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Site:
     """One position of a polymer sequence."""

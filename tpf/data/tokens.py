@@ -32,6 +32,7 @@ def atomized_residues(tables: Tables) -> NDArray[np.bool_]:
 def tokenize(tables: Tables) -> Tokens:
     """Return the tokens of cleaned tables.
 
+    A standard residue keeps its type when it is atomised; everything else has the type UNK.
     Raises ``DataError`` (stage tokens) if a standard residue lacks its centre atom or has more
     atoms than a token may have.
     """
@@ -50,8 +51,11 @@ def tokenize(tables: Tables) -> Tokens:
         reason = f"residue {tables.res_name[worst]} has {int(num.max())} atoms, more than "
         raise DataError(tables.id, "tokens", f"{reason}{chem.MAX_TOKEN_ATOMS}")
     center, representative = start.copy(), start.copy()
-    restype = np.full(len(residue), chem.UNKNOWN)
-    mol_type = tables.chain_type[tables.res_chain[residue]]
+    types = np.full(n_residues, chem.UNKNOWN)
+    kinds = tables.chain_type[tables.res_chain]
+    for r in np.flatnonzero(tables.res_standard):
+        types[r] = chem.RESTYPE[str(tables.res_name[r])]
+        kinds[r] = chem.molecule_type(str(tables.res_name[r]))
     for n in np.flatnonzero(~single):
         code = str(tables.res_name[residue[n]])
         own = tables.atom_name[start[n] : start[n] + num[n]].tolist()
@@ -61,16 +65,14 @@ def tokenize(tables: Tables) -> Tokens:
         except ValueError as error:
             reason = f"residue {code} lacks its centre or representative atom"
             raise DataError(tables.id, "tokens", reason) from error
-        restype[n] = chem.RESTYPE[code]
-        mol_type[n] = chem.molecule_type(code)
     return Tokens(
         tables=tables,
         start_atom=start.astype(np.int32),
         num_atoms=num.astype(np.int32),
         residue=residue.astype(np.int32),
         atomized=single,
-        restype=restype.astype(np.int32),
-        mol_type=mol_type.astype(np.int32),
+        restype=types[residue].astype(np.int32),
+        mol_type=kinds[residue].astype(np.int32),
         center_atom=center.astype(np.int32),
         rep_atom=representative.astype(np.int32),
     )

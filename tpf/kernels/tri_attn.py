@@ -29,8 +29,15 @@ class ForwardTile(NamedTuple):
     stages: int
 
 
-FORWARD_TILES = {16: ForwardTile(4, 4), 32: ForwardTile(2, 4), 64: ForwardTile(1, 4)}
-"""By head width; with an FP32 bias one stage less fits."""
+FORWARD_TILES = {
+    (16, False): ForwardTile(4, 4),
+    (16, True): ForwardTile(2, 4),
+    (32, False): ForwardTile(2, 4),
+    (32, True): ForwardTile(2, 4),
+    (64, False): ForwardTile(1, 4),
+    (64, True): ForwardTile(1, 4),
+}
+"""By (head width, masked); with an FP32 bias one stage less fits."""
 
 _I32, _I64, _F32, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _PackParams = tma.params_type(
@@ -110,7 +117,8 @@ def pack_inputs(bias: Tensor, mask: Tensor | None) -> Packed:
     bias_tiles = torch.empty(
         (batch, heads, tiles, tiles, TILE * TILE), dtype=bias.dtype, device=bias.device
     )
-    words, word_count, outer, mask_strides = None, 0, 1, (0, 0, 0)
+    words, word_count, outer = None, 0, 1
+    mask_strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         outer, mask_strides = mask.shape[1], mask.stride()
         words = torch.empty((*mask.shape[:2], tiles), dtype=torch.int64, device=bias.device)
@@ -131,7 +139,7 @@ def forward_defines(
     width: int, fp32_bias: bool, masked: bool, save_residual: bool
 ) -> dict[str, int]:
     """Return the constants of one variant of the forward kernel."""
-    tile = FORWARD_TILES[width]
+    tile = FORWARD_TILES[width, masked]
     return {
         "HEAD_DIM": width,
         "GROUP": tile.group,
@@ -172,8 +180,9 @@ def tri_attn_fwd(
     residual = empty_output(q) if save_residual else q.new_empty(0)
     lse = torch.empty((b, o, h, n), dtype=torch.float32, device=q.device)
     packed = pack_inputs(bias, mask)
+    q, k, v = mapped(q), mapped(k), mapped(v)
     maps = [
-        tma.tensor_map(mapped(x), (1, group, 1, rows, width), 2 * width)
+        tma.tensor_map(x, (1, group, 1, rows, width), 2 * width)
         for x, rows in ((q, QUERIES), (k, TILE), (v, TILE))
     ]
     key_tiles = packed.key_tiles if group == 1 else (n + TILE - 1) // TILE

@@ -92,7 +92,7 @@ def aligned_mse(x: Tensor, x_gt: Tensor, resolved: Tensor, weights: Tensor) -> T
     """
     weighted = (weights * resolved).unsqueeze(1)
     rotation, translation = kabsch(x_gt, x, weighted)
-    target = apply_rigid(x_gt, rotation, translation).detach()
+    target = apply_rigid(x_gt, rotation, translation)
     squared = (x - target).square().sum(-1)
     return (weighted * squared).sum(-1) / (3.0 * (resolved.sum(-1, keepdim=True) + 1e-8))
 

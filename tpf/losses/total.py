@@ -36,13 +36,13 @@ def sample_weights(
 ) -> dict[str, Tensor]:
     """Return the weight [B] of every term for every batch entry.
 
-    It is the configured weight times the entry's ``loss_weights`` feature (1 if absent). The
+    It is the entry's own ``loss_weights`` feature, or the configured weight if that is absent. The
     confidence terms get 0 unless the resolution is in the configured range (an unknown one, NaN,
     is not). All are 0 for an entry that is not ``valid`` [B].
     """
     mask = f["token_mask"]
     ones = torch.ones(mask.shape[0], device=mask.device)
-    factors: Mapping[str, Tensor] = f.get("loss_weights") or {}
+    own: Mapping[str, Tensor] = f.get("loss_weights") or {}
     resolution = f.get("resolution")
     known = torch.zeros_like(ones)
     if resolution is not None:
@@ -51,10 +51,8 @@ def sample_weights(
         known = inside.to(ones.dtype)
     weights = {}
     for term in TERMS:
-        weight = getattr(cfg, term) * ones
-        factor = factors.get(_FEATURE_NAMES.get(term, term))
-        if factor is not None:
-            weight = weight * factor.view(-1)
+        given = own.get(_FEATURE_NAMES.get(term, term))
+        weight = getattr(cfg, term) * ones if given is None else given.view(-1)
         if term in CONFIDENCE_TERMS:
             weight = weight * known
         weights[term] = weight if valid is None else weight * valid
@@ -96,7 +94,7 @@ def diffusion_loss(
 
 
 def distogram_loss(f: Mapping[str, Any], logits: Tensor, aligned: Aligned) -> dict[str, Tensor]:
-    """Return the term ``distogram`` [B], the mean over the aligned samples."""
+    """Return the term ``distogram`` [B] of logits [B, N, N, 64], the mean over aligned samples."""
     with torch.autocast(logits.device.type, enabled=False):
         loss = confidence.distogram_loss(f, logits, aligned.positions, aligned.resolved)
     return {"distogram": loss.mean(-1)}

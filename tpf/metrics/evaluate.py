@@ -17,6 +17,14 @@ from tpf.metrics.rasa import exposure, rasa
 from tpf.metrics.structure import Sample, Scored, Structure, from_features, unbatch
 from tpf.metrics.superpose import drmsd_metrics, superposed_metrics
 
+FRAME_FEATURES = frozenset(
+    {
+        "token_mask", "atom_mask", "is_atomized", "is_protein", "is_rna", "is_dna", "asym_id",
+        "ref_atom_name_chars", "atom_to_token_index", "center_atom_index",
+    }
+)  # fmt: skip
+"""Features that the token frames need."""
+
 
 def evaluate(
     structure: Structure,
@@ -77,15 +85,6 @@ def sample_confidence(
         distogram=distogram[entry, :n, :n],
         has_frame=frames.valid[0, 0, :n],
     )
-
-
-FRAME_FEATURES = frozenset(
-    {
-        "token_mask", "atom_mask", "is_atomized", "is_protein", "is_rna", "is_dna", "asym_id",
-        "ref_atom_name_chars", "atom_to_token_index", "center_atom_index",
-    }
-)  # fmt: skip
-"""Features that the token frames need."""
 
 
 def evaluate_samples(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA
-from tpf.metrics.pairs import close_pairs, distances
+from tpf.metrics.pairs import close_pairs, distances, within
 from tpf.metrics.structure import (
     ANTIBODY_ROLES,
     CLASSES,
@@ -161,13 +161,11 @@ def _antibody(structure: Structure, sample: Sample, scored: Scored) -> dict[str,
 
 def pocket_residues(structure: Structure, sample: Sample, cutoff: float) -> Bools:
     """Return which protein residues [R] have a resolved atom closer than ``cutoff`` to a ligand."""
-    use = np.flatnonzero(sample.resolved & np.isin(structure.kind, (PROTEIN, LIGAND)))
-    protein = structure.kind[use] == PROTEIN
+    protein = np.flatnonzero(sample.resolved & (structure.kind == PROTEIN))
+    ligand = sample.resolved & (structure.kind == LIGAND)
+    close = within(sample.truth[protein], sample.truth[ligand], cutoff)
     near = np.zeros(len(structure.res_name), dtype=bool)
-    for i, j, _ in close_pairs(sample.truth[use], cutoff):
-        mixed = protein[i] != protein[j]
-        atom = np.where(protein[i], i, j)[mixed]
-        near[structure.residue[use[atom]]] = True
+    near[structure.residue[protein[close]]] = True
     return near
 
 

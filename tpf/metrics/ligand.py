@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpf.data.tables import LIGAND, PROTEIN
-from tpf.metrics.pairs import close_pairs
+from tpf.metrics.pairs import within
 from tpf.metrics.structure import Bools, Floats, Ints, Sample, Scored, Structure
 from tpf.metrics.superpose import superpose
 
@@ -64,19 +64,13 @@ def ligand_metrics(structure: Structure, sample: Sample, scored: Scored) -> dict
 def _pocket(structure: Structure, sample: Sample, ligand: Ints) -> Bools:
     """Resolved atoms of pocket residues on the protein chain with the most near atoms [A]."""
     in_protein = structure.chain_type[structure.chain] == PROTEIN
-    is_ligand = np.zeros(structure.n_atoms, dtype=bool)
-    is_ligand[ligand] = True
-    use = np.flatnonzero(sample.resolved & (is_ligand | in_protein))
-    near = np.zeros(structure.n_atoms, dtype=bool)
-    for i, j, _ in close_pairs(sample.truth[use], POCKET):
-        a, b = use[i], use[j]
-        mixed = is_ligand[a] != is_ligand[b]
-        near[np.where(is_ligand[a], b, a)[mixed]] = True
-    near &= in_protein & ~is_ligand
-    if not near.any():
-        return near
+    protein = np.flatnonzero(sample.resolved & in_protein & (structure.kind != LIGAND))
+    placed = ligand[sample.resolved[ligand]]
+    near = protein[within(sample.truth[protein], sample.truth[placed], POCKET)]
+    if not len(near):
+        return np.zeros(structure.n_atoms, dtype=bool)
     chain = int(np.bincount(structure.chain[near]).argmax())
-    residues = np.unique(structure.residue[near & (structure.chain == chain)])
+    residues = np.unique(structure.residue[near[structure.chain[near] == chain]])
     return np.isin(structure.residue, residues) & sample.resolved
 
 

@@ -47,6 +47,9 @@ class _Chain:
     names: tuple[str, ...]
     numbers: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.id} ({'-'.join(self.names)})" if self.kind == LIGAND else self.id
+
 
 def match_tables(predicted: Tables, reference: Tables) -> Match:
     """Pair chains, residues of equal name, and atoms of equal name."""
@@ -75,8 +78,8 @@ def match_tables(predicted: Tables, reference: Tables) -> Match:
                 own, other = atoms[0][chain.first + p], atoms[1][partner.first + r]
                 for name in own.keys() & other.keys():
                     source[other[name]] = own[name]
-    extra = [c.id for c in left]
-    missing = [c.id for group in entities.values() for c in group]
+    extra = [str(c) for c in left]
+    missing = [str(c) for group in entities.values() for c in group]
     return Match(source, tuple(pairs), _notes(extra, missing, source, reference))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tpf.metrics.structure import Floats, Ints
+from tpf.metrics.structure import Bools, Floats, Ints
 
 EPS = 1e-10
 """Square Angstrom inside the root of every distance (metrics.md part A)."""
@@ -19,6 +19,19 @@ def distances(x: Floats, i: Ints, j: Ints) -> Floats:
     """Return the distances of index pairs [n] of positions [A, 3]."""
     delta = x[i] - x[j]
     return np.asarray(np.sqrt(EPS + np.einsum("nc,nc->n", delta, delta)))
+
+
+def within(x: Floats, others: Floats, cutoff: float) -> Bools:
+    """Return which positions [A, 3] have any of ``others`` [M, 3] closer than the cut-off."""
+    near = np.zeros(len(x), dtype=bool)
+    rows = max(1, TILE_VALUES // max(1, len(others)))
+    for start in range(0, len(x), rows):
+        part = x[start : start + rows]
+        square = np.full((len(part), len(others)), EPS)
+        for c in range(3):
+            square += (part[:, None, c] - others[None, :, c]) ** 2
+        near[start : start + rows] = (square < cutoff * cutoff).any(axis=1)
+    return near
 
 
 def close_pairs(x: Floats, cutoff: float) -> Iterator[tuple[Ints, Ints, Floats]]:

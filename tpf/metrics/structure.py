@@ -278,7 +278,7 @@ def decode_names(chars: NDArray[Any]) -> NDArray[np.str_]:
 
 def unbatch(batch: Mapping[str, Any], entry: int = 0) -> dict[str, Any]:
     """Return one entry's features of a collated batch, without ``ground_truth``."""
-    return {key: value[entry] for key, value in batch.items() if key != "ground_truth"}
+    return {key: value[entry] for key, value in batch.items() if not isinstance(value, dict)}
 
 
 def _array(value: Any) -> NDArray[Any]:

@@ -49,7 +49,7 @@ class RefAtomFeatureEmbedder(nn.Module):
         pos = layout.pad(pos)
         space = layout.pad(f["ref_space_uid"][..., None])
         offset = layout.queries(pos)[..., None, :] - layout.gather_keys(pos)[:, :, None]
-        space_k = layout.gather_keys_int(space[..., 0])[:, :, None]
+        space_k = layout.gather_key_ids(space[..., 0])[:, :, None]
         same = (layout.queries(space) == space_k).to(dtype)[..., None]
         inverse = 1 / (1 + offset.square().sum(-1, keepdim=True))
         p = self.linear_ref_offset(offset) + self.linear_inv_sq_dists(inverse)

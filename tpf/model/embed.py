@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,17 @@ def _wrap(offset: Tensor, f: dict[str, Any], same_chain: Tensor) -> Tensor:
     return wrapped.where(cyclic.bool()[..., None], offset)
 
 
+class InputEmbedding(NamedTuple):
+    """The first representations, which every recycling iteration starts from."""
+
+    s_input: Tensor
+    """[B, N, c_s_input], in full precision"""
+    s: Tensor
+    """[B, N, c_s]"""
+    z: Tensor
+    """[B, N, N, c_z]"""
+
+
 class InputEmbedder(nn.Module):
     """Input features to the first representations (AF3 Alg 1 steps 1-5, Alg 2)."""
 
@@ -78,8 +90,10 @@ class InputEmbedder(nn.Module):
         self.linear_relpos = Linear(N_RELPOS, cfg.c_z)
         self.linear_token_bonds = Linear(1, cfg.c_z)
 
-    def forward(self, f: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return s_input [B, N, c_s_input] in full precision, s [B, N, c_s], z [B, N, N, c_z]."""
+    if TYPE_CHECKING:
+        __call__: Callable[..., InputEmbedding]
+
+    def forward(self, f: dict[str, Any]) -> InputEmbedding:
         with no_autocast(f["token_mask"].device):
             layout = AtomLayout.build(f, self.n_query, self.n_key)
             a, _ = self.atom_attn_enc(self.atom_attn_enc.features(f, layout), layout)
@@ -92,4 +106,4 @@ class InputEmbedder(nn.Module):
             + self.linear_relpos(relative_position(f, a.dtype))
             + self.linear_token_bonds(f["token_bonds"].to(a.dtype)[..., None])
         )
-        return s_input, self.linear_s(s_input), z
+        return InputEmbedding(s_input, self.linear_s(s_input), z)

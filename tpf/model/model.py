@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpf.config import ModelConfig
 from tpf.errors import UsageError
 from tpf.model.diffusion import DiffusionModule, Trunk
-from tpf.model.embed import InputEmbedder
+from tpf.model.embed import InputEmbedder, InputEmbedding
 from tpf.model.heads import AuxHeads
 from tpf.model.msa import MSAEmbedder, MSAModule
 from tpf.model.pairformer import PairformerStack
@@ -62,19 +62,22 @@ class Model(nn.Module):
         device = f["token_mask"].device
         mixed = precision == "bf16-mixed"
         with torch.autocast(device.type, dtype=torch.bfloat16) if mixed else nullcontext():
-            s_input, s_init, z_init = self.input_embedder(f)
-            dtype = _stream_dtype(device, s_input.dtype)
-            s_init, z_init = s_init.to(dtype), z_init.to(dtype)
-            s, z = torch.zeros_like(s_init), torch.zeros_like(z_init)
+            first = self.input_embedder(f)
+            full = first.s_input.dtype
+            stream = _stream_dtype(device, full)
+            first = first._replace(s=first.s.to(stream), z=first.z.to(stream))
+            s, z = torch.zeros_like(first.s), torch.zeros_like(first.z)
             with torch.no_grad():
                 for _ in range(n_cycles - 1):
-                    s, z = self._cycle(f, Trunk(s_input, s_init, z_init), s, z)
-            # Casts of weights that autocast kept from the cycles above carry no gradient.
+                    s, z = self._cycle(f, first, s, z)
+            # Some PyTorch versions keep the casts of weights made above, which carry no gradient.
             torch.clear_autocast_cache()
-            s, z = self._cycle(f, Trunk(s_input, s_init, z_init), s, z)
-        return Trunk(s_input, s.to(s_input.dtype), z.to(s_input.dtype))
+            s, z = self._cycle(f, first, s, z)
+        return Trunk(first.s_input, s.to(full), z.to(full))
 
-    def _cycle(self, f: Features, first: Trunk, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _cycle(
+        self, f: Features, first: InputEmbedding, s: Tensor, z: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Run one recycling iteration (AF3 Alg 1 steps 7-13) on s [B, N, c_s], z [B, N, N, c_z]."""
         mask = f["token_mask"] > 0
         z = first.z + self.linear_z(self.layer_norm_z(z))

@@ -86,17 +86,15 @@ class TriangleMultiplication(Layer):
         self.linear_z = Linear(c_hidden, c_z, init="final")
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
-        assert self.layer_norm_in.weight is not None and self.layer_norm_in.bias is not None
-        assert self.layer_norm_out.weight is not None and self.layer_norm_out.bias is not None
         weights = TriMulWeights(
             layer_norm_in_weight=self.layer_norm_in.weight,
-            layer_norm_in_bias=self.layer_norm_in.bias,
+            layer_norm_in_bias=cast(Tensor, self.layer_norm_in.bias),
             linear_a_p=self.linear_a_p.weight,
             linear_a_g=self.linear_a_g.weight,
             linear_b_p=self.linear_b_p.weight,
             linear_b_g=self.linear_b_g.weight,
             layer_norm_out_weight=self.layer_norm_out.weight,
-            layer_norm_out_bias=self.layer_norm_out.bias,
+            layer_norm_out_bias=cast(Tensor, self.layer_norm_out.bias),
             linear_g=self.linear_g.weight,
             linear_z=self.linear_z.weight,
         )

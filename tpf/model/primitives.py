@@ -85,10 +85,10 @@ class Linear(Layer):
 class LayerNorm(Layer):
     """Layer norm over the last axis, computed in at least FP32 and cast back (eps 1e-5)."""
 
-    def __init__(self, channels: int, *, scale: bool = True, offset: bool = True) -> None:
+    def __init__(self, channels: int, *, offset: bool = True) -> None:
         super().__init__()
         self.shape = (channels,)
-        self.weight = nn.Parameter(torch.ones(channels)) if scale else None
+        self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels)) if offset else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tpf.errors import UsageError
-from tpf.geometry import random_rotations
+from tpf.geometry import apply_rigid, random_rotations
 
 S_MAX, S_MIN, RHO = 160.0, 4e-4, 7
 """Largest and smallest noise level in units of sigma_data, and the exponent of the schedule."""
@@ -38,8 +38,8 @@ def center_random_augmentation(x: Tensor, mask: Tensor) -> Tensor:
     center = (x * keep).sum(2, keepdim=True) / keep.sum(2, keepdim=True).clamp_min(1)
     rotation = random_rotations(n_batch * n_samples, x.device, x.dtype)
     rotation = rotation.view(n_batch, n_samples, 3, 3)
-    shift = TRANSLATION * torch.randn(n_batch, n_samples, 1, 3, device=x.device, dtype=x.dtype)
-    return ((x - center) @ rotation.mT + shift) * keep
+    shift = TRANSLATION * torch.randn(n_batch, n_samples, 3, device=x.device, dtype=x.dtype)
+    return apply_rigid(x - center, rotation, shift) * keep
 
 
 def sample(

@@ -6,7 +6,7 @@ gates and shifts, which are computed once where the signal is shared by all samp
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ class ConditionedAttention(Layer):
             q, k, v = layout.queries(q), layout.gather_keys(k), layout.gather_keys(v)
         # Batch and samples merge, as do heads and windows; with B = 1 the bias is not copied.
         o = attention(*(x.flatten(2, -3).flatten(0, 1) for x in (q, k, v, bias)))
-        o = o.view(*a.shape[:2], self.mha.heads, -1, o.shape[-1]).transpose(2, 3)
+        o = o.reshape(*a.shape[:2], self.mha.heads, -1, o.shape[-1]).transpose(2, 3)
         return self.mha.output(a_q, o) * mod.attention_gate
 
 
@@ -151,6 +151,8 @@ class ConditionedBlock(Layer):
 class ConditionedStack(Layer):
     """Blocks that share one layer norm of the pair representation."""
 
+    windowed: ClassVar[bool]
+
     def __init__(
         self, c_a: int, c_s: int, c_z: int, *, blocks: int, heads: int, checkpoint: bool
     ) -> None:
@@ -158,11 +160,8 @@ class ConditionedStack(Layer):
         self.checkpoint = checkpoint
         self.layer_norm_z = LayerNorm(c_z, offset=False)
         self.blocks: Blocks[ConditionedBlock] = Blocks(
-            self._block(c_a, c_s, c_z, heads) for _ in range(blocks)
+            ConditionedBlock(c_a, c_s, c_z, heads, windowed=self.windowed) for _ in range(blocks)
         )
-
-    def _block(self, c_a: int, c_s: int, c_z: int, heads: int) -> ConditionedBlock:
-        raise NotImplementedError
 
     def pair_biases(self, z: Tensor, key_mask: Tensor) -> list[Tensor]:
         """Return each block's bias [B, H, *P] from z [B, *P, c_z], masked where not key_mask.
@@ -180,8 +179,7 @@ class DiffusionTransformer(ConditionedStack):
     a [B, S, N, C], s [B, S, N, c_s], biases per block [B, H, N, N], mask [B, N] -> a.
     """
 
-    def _block(self, c_a: int, c_s: int, c_z: int, heads: int) -> ConditionedBlock:
-        return ConditionedBlock(c_a, c_s, c_z, heads, windowed=False)
+    windowed = False
 
     def forward(self, a: Tensor, s: Tensor, biases: list[Tensor], mask: Tensor) -> Tensor:
         for block, bias in zip(self.blocks, biases, strict=True):
@@ -199,8 +197,7 @@ class AtomConditioning(NamedTuple):
 class AtomTransformer(ConditionedStack):
     """Attention in atom windows (AF3 Alg 7): q [B, S, L, c_atom] -> q."""
 
-    def _block(self, c_a: int, c_s: int, c_z: int, heads: int) -> ConditionedBlock:
-        return ConditionedBlock(c_a, c_s, c_z, heads, windowed=True)
+    windowed = True
 
     def condition(self, c: Tensor, p: Tensor, layout: AtomLayout) -> AtomConditioning:
         """Prepare from c [B, L, c_atom] and p [B, W, n_query, n_key, c_atom_pair]."""

@@ -96,11 +96,11 @@ class AtomLayout:
     def gather_pairs(self, z: Tensor) -> Tensor:
         """Take token pairs for each query and key: z [B, N, N, C] -> [B, W, n_query, n_key, C]."""
         token_q = self.queries(self.token[..., None])
-        token_k = self.gather_keys_int(self.token)[:, :, None]
+        token_k = self.gather_key_ids(self.token)[:, :, None]
         pairs = token_q * z.shape[1] + token_k
         return torch.unflatten(gather_rows(z.flatten(1, 2), pairs.flatten(1)), 1, pairs.shape[1:])
 
-    def gather_keys_int(self, x: Tensor) -> Tensor:
+    def gather_key_ids(self, x: Tensor) -> Tensor:
         """Take the key atoms of each window from integers [B, L]: [B, W, n_key]."""
         return x.gather(1, self.keys.flatten(1)).view(self.keys.shape)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 22, 12, 40
 N_COLOURS = 8
 MAX_POINTS = 800
 """Points drawn per line; longer series keep the extremes of each bucket."""
@@ -55,7 +55,7 @@ class Axis:
         return nice_ticks(self.low, self.high)
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Return round numbers (1, 2, 5 times a power of ten) inside [low, high]."""
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -109,7 +109,7 @@ def line_chart(
         shape = _path(s, x_axis, y_axis)
         body.append(f"<path d='{shape}' fill='none' stroke='{colour}' {style}/>")
         body += _dots(s, x_axis, y_axis, colour)
-    named = [(s.name, k if s.colour is None else s.colour) for k, s in enumerate(series)]
+    named = [(s.name, k if s.colour is None else s.colour, s.faint) for k, s in enumerate(series)]
     return _figure(title, "".join(body), named if len(series) > 1 else [])
 
 
@@ -253,10 +253,11 @@ def _mark(x: float, text: str) -> str:
     return f"{line}<text x='{x + 4:.1f}' y='{TOP + 10}'>{escape(text)}</text>"
 
 
-def _figure(title: str, body: str, legend: Sequence[tuple[str, int]]) -> str:
+def _figure(title: str, body: str, legend: Sequence[tuple[str, int, bool]]) -> str:
     keys = "".join(
-        f"<span><i style='background:var(--c{k % N_COLOURS})'></i>{escape(name)}</span>"
-        for name, k in legend
+        f"<span><i style='background:var(--c{k % N_COLOURS});opacity:{0.35 if faint else 1}'></i>"
+        f"{escape(name)}</span>"
+        for name, k, faint in legend
     )
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"

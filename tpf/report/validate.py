@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpf.metrics.schema import Validation, correlations
+from tpf.metrics.schema import Column, Validation, correlations, dataset_values
 from tpf.metrics.selection import lower_is_better, selection_weights
 from tpf.report.html import Cell, cards, grid, page, section, table, write
 from tpf.report.svg import histogram
@@ -78,13 +78,16 @@ def validation_report(result: Validation) -> str:
 
 
 def _dataset_table(result: Validation, weights: dict[str, float]) -> str:
-    rows = [
-        (name, "lower" if lower_is_better(name) else "higher", value.mean, value.sd, value.n)
-        for name, value in sorted(
-            result.dataset.items(), key=lambda item: (item[0] not in weights, item[0])
-        )
-    ]
-    return table(("metric", "better", "mean", "SD over seeds", "targets"), rows, text_columns=2)
+    columns: tuple[Column, ...] = ("top1", "best")
+    top1, best = (dataset_values(result.targets, column) for column in columns)
+    rows: list[list[Cell]] = []
+    for name in sorted(result.dataset, key=lambda name: (name not in weights, name)):
+        value = result.dataset[name]
+        better = "lower" if lower_is_better(name) else "higher"
+        others = [found[name].mean if name in found else None for found in (top1, best)]
+        rows.append([name, better, value.mean, value.sd, *others, value.n])
+    header = ("metric", "better", "reported", "SD over seeds", "top-1", "best", "targets")
+    return table(header, rows, text_columns=2)
 
 
 def _selection_note(missing: tuple[str, ...]) -> str:

@@ -1,0 +1,197 @@
+"""Check and time the backward of triangle attention on one Hopper GPU.
+
+Usage: python benchmarks/attention_bwd_check.py [--tiny] [--flex] [--json FILE]. Gradients are
+compared with FP64 on the same inputs (relative L2 error in percent), repeated calls must agree
+bitwise, and each kernel is timed by events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tpf.kernels import jit, reference, tri_attn_bwd
+
+DEVICE = "cuda"
+NAMES = ("dq", "dk", "dv", "dbias")
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+
+def make_inputs(
+    b: int, o: int, h: int, n: int, d: int, *, mask: bool = False, wide: bool = False,
+    end: bool = False, sharp: float = 1.0, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    """Return q, k, v, bias, mask, dout in the projections' layout (end: transposed pair)."""
+    torch.manual_seed(seed)
+
+    def operand(factor: float) -> Tensor:
+        shape = (b, n, o, h, d) if end else (b, o, n, h, d)
+        x = (torch.randn(shape, device=DEVICE) * factor).bfloat16()
+        return x.permute(0, 2, 3, 1, 4) if end else x.transpose(2, 3)
+
+    q, k, v, dout = operand(sharp), operand(sharp), operand(1.0), operand(1.0)
+    bias = torch.randn((b, n, n, h) if end else (b, h, n, n), device=DEVICE)
+    bias = bias.to(torch.float32 if wide else torch.bfloat16)
+    keep = None
+    if mask:
+        keep = torch.rand(b, o, n, device=DEVICE) > 0.3
+        keep[:, 0] = False
+    return q, k, v, bias.permute(0, 3, 1, 2) if end else bias, keep, dout
+
+
+def gradients(inputs: Inputs, compensate: bool = True) -> tuple[tuple[Tensor, ...], Callable]:
+    """Return our gradients and a function that computes them again."""
+    q, k, v, bias, mask, dout = inputs
+    scale = q.shape[-1] ** -0.5
+    out, lse, residual = reference.attention_forward(q, k, v, bias, mask, scale, compensate)
+
+    def call() -> tuple[Tensor, ...]:
+        return tri_attn_bwd.tri_attn_bwd(q, k, v, bias, mask, scale, out, lse, residual, dout)
+
+    return call(), call
+
+
+def errors(inputs: Inputs, got: tuple[Tensor, ...]) -> list[float]:
+    """Return the relative L2 error (percent) of each gradient against FP64."""
+    q, k, v, bias, mask, dout = inputs
+    wide = [x.double() for x in (q, k, v, bias)]
+    scale = q.shape[-1] ** -0.5
+    out, lse, none = reference.attention_forward(*wide, mask, scale, False)
+    want = reference.attention_backward(dout.double(), *wide, mask, scale, out, lse, none)
+    found = []
+    for g, w in zip(got, want, strict=True):
+        norm = w.norm().item()
+        error = (g.double() - w).norm().item()
+        found.append(100 * error / norm if norm > 1e-9 else error)
+    return found
+
+
+def median_ms(call: Callable, repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def kernel_ms(call: Callable, repeats: int = 10) -> dict[str, float]:
+    """Return the median time of each kernel of a call."""
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+    plain = jit.Kernel.launch
+
+    def timed(self: jit.Kernel, *args: object, **kwargs: object) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        plain(self, *args, **kwargs)  # type: ignore[arg-type]
+        end.record()
+        spans.setdefault(self.name, []).append((start, end))
+
+    jit.Kernel.launch = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(repeats):
+            call()
+    finally:
+        jit.Kernel.launch = plain  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    return {n: statistics.median(a.elapsed_time(b) for a, b in s) for n, s in spans.items()}
+
+
+def poison() -> None:
+    """Fill the memory that the allocator will hand out next with NaN."""
+    for size in (1 << 27, 1 << 22, 1 << 16):
+        blocks = [torch.full((size,), math.nan, device=DEVICE) for _ in range(4)]
+        del blocks
+
+
+def check_shapes(results: dict, tiny: bool) -> None:
+    cases = [(1, 2, 1, 1, 8, {}), (1, 3, 2, 65, 32, {"mask": True})]
+    if not tiny:
+        sizes = (7, 16, 63, 64, 127, 128, 129, 200, 257)
+        for i, n in enumerate(sizes):
+            for d in (16, 32, 64):
+                flags = {"mask": i % 2 == 0, "wide": i % 3 == 0, "end": i % 3 == 1}
+                cases.append((1 + i % 2, 5, 2, n, d, flags))
+        cases += [(1, 4, 3, 100, d, {"mask": True}) for d in (1, 5, 8, 24, 40, 48)]
+        for d in (16, 32):
+            for sharp in (1.0, 3.0):
+                cases.append((1, 384, 4, 384, d, {"sharp": sharp}))
+        cases.append((1, 384, 4, 384, 32, {"mask": True, "wide": True}))
+        cases.append((1, 384, 4, 384, 32, {"end": True}))
+    worst = [0.0] * 4
+    for b, o, h, n, d, flags in cases:
+        inputs = make_inputs(b, o, h, n, d, **flags)
+        poison()
+        got, call = gradients(inputs)
+        torch.cuda.synchronize()
+        found = errors(inputs, got)
+        same = all(torch.equal(x, y) for _ in range(2) for x, y in zip(got, call(), strict=True))
+        bad = not same or any(not e < 0.4 for e in found)
+        worst = [max(x, y) for x, y in zip(worst, found, strict=True)]
+        if bad or n >= 384 or tiny:
+            print("BAD" if bad else "ok ", (b, o, h, n, d), flags, [f"{e:.4f}" for e in found],
+                  "" if same else "NOT REPEATABLE", flush=True)  # fmt: skip
+        results[f"error {(b, o, h, n, d)} {flags}"] = found
+    print(f"{len(cases)} shapes, worst %:", [f"{e:.4f}" for e in worst], flush=True)
+
+
+def time_shapes(results: dict, flex: bool) -> None:
+    for d in (32, 16):
+        for n in (384, 640, 768):
+            inputs = make_inputs(1, n, 4, n, d)
+            _, call = gradients(inputs)
+            row = {"total": median_ms(call), **kernel_ms(call)}
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            results[f"time D={d} N={n}"] = row
+            print(f"D={d} N={n}", {k.replace("tri_attn_", ""): round(v, 3) for k, v in row.items()},
+                  flush=True)  # fmt: skip
+    if not flex:
+        return
+    from tpf.kernels.flex import flex_triangle_attention
+
+    for d in (32, 16):
+        q, k, v, bias, _, dout = make_inputs(1, 768, 4, 768, d)
+        leaves = [x.contiguous().requires_grad_() for x in (q, k, v, bias)]
+        out = flex_triangle_attention(*leaves, None, d**-0.5)
+        backward = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        ms = median_ms(backward, 10)
+        results[f"flex D={d} N=768"] = ms
+        print(f"flex backward D={d} N=768: {ms:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: dict = {"gpu": torch.cuda.get_device_name()}
+    check_shapes(results, args.tiny)
+    if not args.tiny:
+        time_shapes(results, args.flex)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+// dbias of triangle attention: sum over the slices of dS, in registers (sm_90a).
+//
+// A job is (128 x 128 scores, head, chunk of slices). Each consumer warpgroup owns 64 queries x 128
+// keys, two 64 x 64 halves, and adds P * dP over the slices of the chunk in ascending order, in
+// fp32 and without rounding dS. A chunk leaves one partial; tri_attn_reduce adds the few chunks.
+//   producer   warpgroup 2, one thread: per slice Q, dO, query fold, K, V, key fold
+//   consumers  warpgroups 0, 1: 240 registers (64 sums, 128 scores)
+//   smem       kStages x {(Q, dO, fold)[2], (K, V, fold)[2]}, fp32 bias of the job, ones, barriers
+#include "tri_attn_bwd.cuh"
+
+constexpr int kStages = TPF_STAGES;
+constexpr int kHalves = 2;
+constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
+constexpr int kStageBytes = (kConsumers + kHalves) * kSliceBytes;
+constexpr int kBias = kStages * kStageBytes;
+constexpr int kBiasTile = kTile * kTile * 4;
+constexpr int kOnes = kBias + kConsumers * kHalves * kBiasTile;
+constexpr int kBarriers = kOnes + kFoldBytes;
+constexpr int kSmemBytes = kBarriers + 16 * kStages + 1024;
+static_assert(kSmemBytes <= 232448, "shared memory of one block");
+
+struct Barriers {
+  u32 base;
+  __device__ u32 full(int i) const { return base + 8 * i; }
+  __device__ u32 empty(int i) const { return base + 8 * (kStages + i); }
+};
+
+struct Tiles {
+  int query_block, key_block, head, chunk, batch;
+};
+
+DEV Tiles decode_tiles(const Params& p, int job) {
+  Tiles t;
+  t.key_block = job % p.blocks;
+  job /= p.blocks;
+  const Job rest = decode_job(p, job);
+  t.query_block = rest.block;
+  t.head = rest.head;
+  t.chunk = rest.group;
+  t.batch = rest.batch;
+  return t;
+}
+
+DEV void produce(const Params& p, u32 smem, Barriers bars) {
+  Ring<kStages> ring;
+  for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
+    const Tiles t = decode_tiles(p, job);
+    const int end = min((t.chunk + 1) * p.group, p.outer);
+    for (int slice = t.chunk * p.group; slice < end; ++slice) {
+      const u32 full = bars.full(ring.index);
+      u32 to = smem + ring.index * kStageBytes;
+      mbar_wait(bars.empty(ring.index), ring.parity ^ 1);
+      mbar_expect(full, kStageBytes);
+      for (int w = 0; w < kConsumers; ++w, to += kSliceBytes) {
+        const int tile = t.query_block * kConsumers + w;
+        tma_load(to, &p.q, full, 0, tile * kTile, t.head, slice, t.batch);
+        tma_load(to + kOperandBytes, &p.dout, full, 0, tile * kTile, t.head, slice, t.batch);
+        bulk_load(to + 2 * kOperandBytes,
+                  p.row_fold + row_fold_index(p, t.batch, slice, t.head, tile) * 16, kFoldBytes,
+                  full);
+      }
+      for (int half = 0; half < kHalves; ++half, to += kSliceBytes) {
+        const int tile = t.key_block * kHalves + half;
+        tma_load(to, &p.k, full, 0, tile * kTile, t.head, slice, t.batch);
+        tma_load(to + kOperandBytes, &p.v, full, 0, tile * kTile, t.head, slice, t.batch);
+        bulk_load(to + 2 * kOperandBytes, p.key_fold + key_fold_index(p, t.batch, slice, tile) * 16,
+                  kFoldBytes, full);
+      }
+      ring.advance();
+    }
+  }
+}
+
+// Read four consecutive values of a bias fragment from global memory, times log2(e).
+DEV uint4 read_bias(const Params& p, i64 tile, int index) {
+  float x[4];
+  if constexpr (kWideBias) {
+    const float4 w =
+        *reinterpret_cast<const float4*>(p.bias_s + (tile * kTile * kTile + index) * 4);
+    x[0] = w.x, x[1] = w.y, x[2] = w.z, x[3] = w.w;
+  } else {
+    const uint2 w = *reinterpret_cast<const uint2*>(p.bias_s + (tile * kTile * kTile + index) * 2);
+    x[0] = __uint_as_float(w.x << 16), x[1] = __uint_as_float(w.x & 0xFFFF0000u);
+    x[2] = __uint_as_float(w.y << 16), x[3] = __uint_as_float(w.y & 0xFFFF0000u);
+  }
+  return make_uint4(__float_as_uint(x[0] * LOG2E), __float_as_uint(x[1] * LOG2E),
+                    __float_as_uint(x[2] * LOG2E), __float_as_uint(x[3] * LOG2E));
+}
+
+DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
+  Ring<kStages> ring;
+  const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
+  const u64 ones = fold_descriptor(smem + kOnes);
+  const u32 my_bias = smem + kBias + warpgroup * kHalves * kBiasTile + thread * 16;
+  for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
+    const Tiles t = decode_tiles(p, job);
+    const int query_tile = t.query_block * kConsumers + warpgroup;
+    float sum[kHalves][32];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const i64 tile =
+          bias_tile_index(p, t.batch, t.head, query_tile, t.key_block * kHalves + half);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        // Each thread keeps its own fragment, so no barrier is needed.
+        sts128(my_bias + half * kBiasTile + i * 2048,
+               read_bias(p, tile, fragment_index(i, thread)));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[half][4 * i + e] = 0.0f;
+      }
+    }
+    const int end = min((t.chunk + 1) * p.group, p.outer);
+    for (int slice = t.chunk * p.group; slice < end; ++slice) {
+      const u32 stage = smem + ring.index * kStageBytes;
+      mbar_wait(bars.full(ring.index), ring.parity);
+      const u32 mine = stage + warpgroup * kSliceBytes;
+      const u32 fold = mine + 2 * kOperandBytes + row * 16 + quad * 4;
+      const u32 row_fold[2] = {lds32(fold), lds32(fold + 8 * 16)};
+      const u64 q = Operand::desc(mine), dout = Operand::desc(mine + kOperandBytes);
+      float s[kHalves][32], dp[kHalves][32];
+      wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const u32 keys = stage + (kConsumers + half) * kSliceBytes;
+        product_with_fold(s[half], q, Operand::desc(keys), row_fold,
+                          fold_descriptor(keys + 2 * kOperandBytes));
+        wgmma_commit();
+        product_with_fold(dp[half], dout, Operand::desc(keys + kOperandBytes), row_fold, ones);
+        wgmma_commit();
+      }
+      wgmma_wait<3>();
+      probabilities(s[0], my_bias, p.scale2);
+      wgmma_wait<2>();
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[0][i] += s[0][i] * dp[0][i];
+      wgmma_wait<1>();
+      probabilities(s[1], my_bias + kBiasTile, p.scale2);
+      wgmma_wait<0>();
+      release(bars.empty(ring.index), thread);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[1][i] += s[1][i] * dp[1][i];
+      ring.advance();
+    }
+    float* partial = p.dbias_partial + (static_cast<i64>(t.chunk) * p.batch) * p.heads * p.tiles *
+                                           p.tiles * kTile * kTile;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const i64 tile =
+          bias_tile_index(p, t.batch, t.head, query_tile, t.key_block * kHalves + half);
+      float4* to = reinterpret_cast<float4*>(partial + tile * kTile * kTile) + thread;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        to[i * 128] = make_float4(sum[half][4 * i], sum[half][4 * i + 1], sum[half][4 * i + 2],
+                                  sum[half][4 * i + 3]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    tri_attn_bwd_bias(const __grid_constant__ Params p) {
+  extern __shared__ unsigned char raw[];
+  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
+  const Barriers bars{smem + kBarriers};
+  if (threadIdx.x < kTile) write_ones_row(smem + kOnes + threadIdx.x * 16);
+  fence_async_shared();  // wgmma reads the ones through the async proxy
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(bars.full(i), 1);
+      mbar_init(bars.empty(i), 4 * kConsumers);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == kConsumers) {
+    reg_dealloc<kProducerRegisters>();
+    if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);
+  } else {
+    reg_alloc<kConsumerRegisters>();
+    consume(p, smem, bars, warpgroup, threadIdx.x % 128);
+  }
+}

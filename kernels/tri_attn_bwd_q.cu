@@ -1,0 +1,188 @@
+// dQ of triangle attention, query-stationary (sm_90a).
+//
+// A job is (128 queries, head, kG slices). Each consumer warpgroup owns 64 of the queries for all
+// kG slices and walks the key tiles: S = Q K^T and dP = dO V^T (rows = queries), then dQ += dS K
+// with dS from registers. dS enters the product as the sum of two bf16 numbers, so its rounding
+// does not reach dQ (one term without TPF_SPLIT).
+//   producer   warpgroup 2, one thread: Q, dO, fold of the next job, then per key tile bias, K, V,
+//   fold consumers  warpgroups 0, 1: 240 registers (kG * kD / 2 accumulators, 64 scores, 32 bias)
+//   smem       kStages x {bias[2], kG x (K, V, fold)}, 2 x kG x {Q[2], dO[2], fold[2]}, ones,
+//   barriers
+#include "tri_attn_bwd.cuh"
+
+constexpr bool kSplit = TPF_SPLIT;
+constexpr int kStages = TPF_STAGES;
+constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
+constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
+constexpr int kResidentSlice = kConsumers * kSliceBytes;
+constexpr int kResidentBytes = kG * kResidentSlice;
+constexpr int kOnes = kStages * kStageBytes + 2 * kResidentBytes;
+constexpr int kBarriers = kOnes + kFoldBytes;
+constexpr int kSmemBytes = kBarriers + 16 * (kStages + 2) + 1024;
+static_assert(kSmemBytes <= 232448, "shared memory of one block");
+
+struct Barriers {
+  u32 base;
+  __device__ u32 stage_full(int i) const { return base + 8 * i; }
+  __device__ u32 stage_empty(int i) const { return base + 8 * (kStages + i); }
+  __device__ u32 resident_full(int i) const { return base + 8 * (2 * kStages + i); }
+  __device__ u32 resident_empty(int i) const { return base + 8 * (2 * kStages + 2 + i); }
+};
+
+DEV u32 resident_slice(u32 resident, int slice, int warpgroup) {
+  return resident + slice * kResidentSlice + warpgroup * kSliceBytes;
+}
+
+DEV void produce(const Params& p, u32 smem, Barriers bars) {
+  Ring<kStages> ring;
+  Ring<2> slot;
+  const int key_tiles = (p.tokens + kTile - 1) / kTile;
+  for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
+    const Job j = decode_job(p, job);
+    const u32 resident = smem + kStages * kStageBytes + slot.index * kResidentBytes;
+    const u32 ready = bars.resident_full(slot.index);
+    mbar_wait(bars.resident_empty(slot.index), slot.parity ^ 1);
+    mbar_expect(ready, kResidentBytes);
+    for (int g = 0; g < kG; ++g) {
+      const int slice = j.group * kG + g;
+      const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
+      for (int w = 0; w < kConsumers; ++w) {
+        const u32 to = resident_slice(resident, g, w);
+        const int tile = j.block * kConsumers + w;
+        tma_load(to, &p.q, ready, 0, tile * kTile, j.head, slice, j.batch);
+        tma_load(to + kOperandBytes, &p.dout, ready, 0, tile * kTile, j.head, slice, j.batch);
+        bulk_load(to + 2 * kOperandBytes,
+                  p.row_fold + row_fold_index(p, j.batch, inside, j.head, tile) * 16, kFoldBytes,
+                  ready);
+      }
+    }
+    slot.advance();
+    for (int tile = 0; tile < key_tiles; ++tile) {
+      const u32 full = bars.stage_full(ring.index);
+      u32 to = smem + ring.index * kStageBytes;
+      mbar_wait(bars.stage_empty(ring.index), ring.parity ^ 1);
+      mbar_expect(full, kStageBytes);
+      for (int w = 0; w < kConsumers; ++w, to += kBiasBytes)
+        bulk_load(to,
+                  p.bias_s + bias_tile_index(p, j.batch, j.head, j.block * kConsumers + w, tile) *
+                                 kBiasBytes,
+                  kBiasBytes, full);
+      for (int g = 0; g < kG; ++g, to += kSliceBytes) {
+        const int slice = j.group * kG + g;
+        const int inside = min(slice, p.outer - 1);
+        tma_load(to, &p.k, full, 0, tile * kTile, j.head, slice, j.batch);
+        tma_load(to + kOperandBytes, &p.v, full, 0, tile * kTile, j.head, slice, j.batch);
+        bulk_load(to + 2 * kOperandBytes,
+                  p.key_fold + key_fold_index(p, j.batch, inside, tile) * 16, kFoldBytes, full);
+      }
+      ring.advance();
+    }
+  }
+}
+
+DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
+  Ring<kStages> ring;
+  Ring<2> slot;
+  const int key_tiles = (p.tokens + kTile - 1) / kTile;
+  const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
+  const u64 ones = fold_descriptor(smem + kOnes);
+  for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
+    const Job j = decode_job(p, job);
+    const int query_tile = j.block * kConsumers + warpgroup;
+    const u32 resident = smem + kStages * kStageBytes + slot.index * kResidentBytes;
+    float dq[kG][kPairs];
+    u32 row_fold[kG][2];
+    mbar_wait(bars.resident_full(slot.index), slot.parity);
+#pragma unroll
+    for (int g = 0; g < kG; ++g) {
+      const u32 fold =
+          resident_slice(resident, g, warpgroup) + 2 * kOperandBytes + row * 16 + quad * 4;
+      row_fold[g][0] = lds32(fold);
+      row_fold[g][1] = lds32(fold + 8 * 16);
+    }
+    for (int tile = 0; tile < key_tiles; ++tile) {
+      const u32 stage = smem + ring.index * kStageBytes;
+      mbar_wait(bars.stage_full(ring.index), ring.parity);
+      float bias[32];
+      load_bias(bias, stage + warpgroup * kBiasBytes, thread);
+#pragma unroll
+      for (int g = 0; g < kG; ++g) {
+        const u32 base = stage + kConsumers * kBiasBytes + g * kSliceBytes;
+        const u32 mine = resident_slice(resident, g, warpgroup);
+        const u64 k = Operand::desc(base), v = Operand::desc(base + kOperandBytes);
+        const u64 fold = fold_descriptor(base + 2 * kOperandBytes);
+        float s[32], dp[32];
+        u32 gradient[16], rest[16];
+        wgmma_fence();
+        product_with_fold(s, Operand::desc(mine), k, row_fold[g], fold);
+        wgmma_commit();
+        product_with_fold(dp, Operand::desc(mine + kOperandBytes), v, row_fold[g], ones);
+        wgmma_commit();
+        wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const float x = s[2 * i] * dp[2 * i], y = s[2 * i + 1] * dp[2 * i + 1];
+          if constexpr (kSplit)
+            split_bf16(x, y, gradient[i], rest[i]);
+          else
+            gradient[i] = pack_bf16(x, y);
+        }
+        wgmma_fence();
+        accumulate_tokens(dq[g], gradient, k, tile);
+        if constexpr (kSplit) accumulate_tokens(dq[g], rest, k, 1);
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+      release(bars.stage_empty(ring.index), thread);
+      ring.advance();
+    }
+    named_sync(1 + warpgroup, 128);  // every warp is done with Q
+#pragma unroll
+    for (int g = 0; g < kG; ++g)
+      store_tile(resident_slice(resident, g, warpgroup), dq[g], p.scale, thread);
+    fence_async_shared();  // the stores below read through the async proxy
+    named_sync(1 + warpgroup, 128);
+    if (thread == 0) {
+      for (int g = 0; g < kG; ++g)
+        tma_store(&p.dq, resident_slice(resident, g, warpgroup), 0, query_tile * kTile, j.head,
+                  j.group * kG + g, j.batch);
+      bulk_commit();
+      bulk_wait_read<0>();
+      mbar_arrive(bars.resident_empty(slot.index));
+    }
+    slot.advance();
+  }
+  if (thread == 0) bulk_wait<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    tri_attn_bwd_q(const __grid_constant__ Params p) {
+  extern __shared__ unsigned char raw[];
+  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
+  const Barriers bars{smem + kBarriers};
+  if (threadIdx.x < kTile) write_ones_row(smem + kOnes + threadIdx.x * 16);
+  fence_async_shared();  // wgmma reads the ones through the async proxy
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(bars.stage_full(i), 1);
+      mbar_init(bars.stage_empty(i), 4 * kConsumers);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(bars.resident_full(i), 1);
+      mbar_init(bars.resident_empty(i), kConsumers);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == kConsumers) {
+    reg_dealloc<kProducerRegisters>();
+    if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);
+  } else {
+    reg_alloc<kConsumerRegisters>();
+    consume(p, smem, bars, warpgroup, threadIdx.x % 128);
+  }
+}

@@ -1,0 +1,219 @@
+"""Training as a whole: run folder, exact resume, interruption, failures that are explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tpf import checkpoint
+from tpf.cli.display import Silent
+from tpf.config import Config, load
+from tpf.errors import UsageError
+from tpf.guard import NonFinite
+from tpf.train import Options, replay, train
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
+SMALL = [
+    f"data.path={EXAMPLES / '5i55.cif.gz'}",
+    "data.crop=24",
+    "train.warmup=2",
+    "train.diffusion_samples=2",
+    "train.rollout_steps=2",
+    "train.checkpoint_every=2",
+    "validate.samples=2",
+    "validate.sampling_steps=2",
+    "validate.recycles=0",
+]
+
+
+def small(*overrides: str) -> Config:
+    return load("tiny", [*SMALL, *overrides])
+
+
+def run(config: Config, out: Path, *, resume: bool = False, init: Path | None = None) -> Any:
+    return train(config, Options(out, resume, init), Silent())
+
+
+def state(out: Path) -> dict[str, torch.Tensor]:
+    """Return every stored tensor of a run's newest checkpoint."""
+    saved = checkpoint.load(checkpoint.resolve(out))
+    parts = {"model": saved.model, "ema": saved.ema, "optimizer": saved.optimizer}
+    return {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+
+
+def assert_equal_states(first: Path, second: Path) -> None:
+    one, two = state(first), state(second)
+    assert one.keys() == two.keys()
+    different = [name for name in one if not torch.equal(one[name], two[name])]
+    assert not different, f"{len(different)} tensors differ, such as {different[0]}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that nothing disturbed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    run(small("train.steps=6"), out)
+    return out
+
+
+def test_run_folder_holds_what_it_promises(finished: Path) -> None:
+    names = {p.name for p in finished.iterdir()}
+    wanted = {"config.yaml", "environment.json", "train.jsonl", "checkpoints", "validation"}
+    assert wanted | {"report.html"} <= names
+    assert load(str(finished / "config.yaml")) == small("train.steps=6")
+    records = [json.loads(line) for line in (finished / "train.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "mse", "smooth_lddt", "distogram", "lr", "grad_norm", "step_ms",
+                 "data_ms", "tokens_per_s", "samples", "skipped"):  # fmt: skip
+        assert name in records[0]
+    assert records[0]["samples"] == ["5i55"]
+    assert records[0]["lr"] == pytest.approx(1e-3) and records[1]["lr"] == pytest.approx(2e-3)
+    for step in (0, 6):
+        folder = finished / "validation" / f"step-{step:06d}"
+        assert {"metrics.json", "targets.csv", "report.html", "predicted"} <= {
+            p.name for p in folder.iterdir()
+        }
+        assert len(list((folder / "predicted").glob("5i55-seed0-sample*.cif"))) == 2
+
+
+def test_two_runs_are_bitwise_equal(finished: Path, tmp_path: Path) -> None:
+    run(small("train.steps=6"), tmp_path / "again")
+    assert_equal_states(finished, tmp_path / "again")
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_resume_is_bitwise(finished: Path, tmp_path: Path, stop: int) -> None:
+    run(small(f"train.steps={stop}"), tmp_path / "run")
+    run(small("train.steps=6"), tmp_path / "run", resume=True)
+    assert_equal_states(finished, tmp_path / "run")
+    lines = (tmp_path / "run" / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_loader_workers_do_not_change_the_run(finished: Path, tmp_path: Path) -> None:
+    run(small("train.steps=6", "data.workers=2"), tmp_path / "run")
+    assert_equal_states(finished, tmp_path / "run")
+
+
+def test_batch_of_two_steps_over_two_samples(tmp_path: Path) -> None:
+    run(small("train.steps=2", "train.batch_size=2"), tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "train.jsonl").read_text().splitlines()[0])
+    assert record["samples"] == ["5i55", "5i55"]
+
+
+def _start(out: Path, steps: int, *, resume: bool = False) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tpf.cli", "train", "--config", "tiny", "--steps", str(steps)]
+    words += ["--out", str(out), *(["--resume"] if resume else SMALL)]
+    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def _wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and process.poll() is None:
+        log = out / "train.jsonl"
+        if log.is_file() and len(log.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"no step {step} within two minutes: {process.communicate()[1]}")
+
+
+def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(out, 400)
+    _wait_for_step(out, 7, process)
+    process.kill()
+    process.communicate()
+    reached = checkpoint.load(checkpoint.resolve(out)).step
+    logged = len((out / "train.jsonl").read_text().splitlines())
+    assert 6 <= reached <= logged and logged - reached <= 2
+    end = reached + 3
+    done = _start(out, end, resume=True)
+    _, errors = done.communicate(timeout=200)
+    assert done.returncode == 0, errors
+    run(small(f"train.steps={end}"), tmp_path / "straight")
+    assert_equal_states(tmp_path / "straight", out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_save_and_exit_130(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = _start(out, 400)
+    _wait_for_step(out, 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert re.search(r"interrupted after step \d+; go on with: tpf train --resume", errors)
+    logged = len((out / "train.jsonl").read_text().splitlines())
+    assert checkpoint.load(checkpoint.resolve(out)).step == logged
+
+
+def _poisoned(finished: Path, folder: Path, name: str) -> Path:
+    saved = checkpoint.load(checkpoint.resolve(finished))
+    saved.ema[name].view(-1)[0] = float("nan")
+    tensors = {"model": saved.model, "ema": saved.ema, "optimizer": saved.optimizer}
+    return checkpoint.save(folder, saved.step, saved.config, tensors, saved.extra)
+
+
+def test_nonfinite_step_names_the_culprit_and_can_be_replayed(
+    finished: Path, tmp_path: Path
+) -> None:
+    name = "pairformer_stack.blocks.1.pair_stack.tri_att_start.linear_z.weight"
+    start = _poisoned(finished, tmp_path / "poisoned", name)
+    with pytest.raises(NonFinite, match=f"sample 5i55: .*first not finite: parameter {name}") as e:
+        run(small("train.steps=6"), tmp_path / "run", init=start)
+    file = Path(str(e.value).rsplit("--replay ", 1)[1])
+    assert name in replay(file, torch.device("cpu"))
+
+
+def test_checkpoint_of_another_preset_is_refused(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="belongs to another model"):
+        run(small("model.c_s=64"), tmp_path / "run", init=finished)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_entries_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "5i55.cif.gz").write_bytes((EXAMPLES / "5i55.cif.gz").read_bytes())
+    (folder / "cut.cif.gz").write_bytes((EXAMPLES / "1ubq.cif.gz").read_bytes()[:3000])
+
+    class Messages(Silent):
+        texts: list[str] = []
+
+        def message(self, text: str) -> None:
+            self.texts.append(text)
+
+    config = small("train.steps=2", f"data.path={folder}")
+    train(config, Options(tmp_path / "run"), Messages())
+    assert any("cut" in text for text in Messages.texts)
+
+
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+             "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+             "-m", "tpf.cli", "train", "--config", "tiny", "--steps", "3", "--batch-size", "2",
+             "--out", str(tmp_path / "two"), *SMALL]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    run(small("train.steps=3", "train.batch_size=2"), tmp_path / "one")
+    one, two = state(tmp_path / "one"), state(tmp_path / "two")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
