@@ -58,6 +58,11 @@ DEV void mbar_wait(u32 bar, u32 parity) {
   }
 }
 
+// The same for a thread that has time: polling takes issue slots from the working warps.
+DEV void mbar_wait_idle(u32 bar, u32 parity) {
+  while (!mbar_try_wait(bar, parity)) __nanosleep(64);
+}
+
 // ------------------------------------------------------------------------------ bulk copies
 
 DEV void tma_prefetch(const TensorMap* map) {
@@ -185,7 +190,12 @@ DEV float ex2(float x) {
 }
 DEV float lg2(float x) {
   float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // Two floats to packed bf16, round to nearest even; lo goes to the low half.

@@ -38,9 +38,9 @@ struct Params {
   float* dbias_partial;          // [chunks, B, H, tiles(q), tiles(k), 4096] fragments
   int tokens, tiles, blocks;     // N; 64-token tiles (even); 128-token blocks
   int heads, outer, batch;
-  int groups, group;  // slices [i * group, i * group + group) form group i
-  int jobs;
-  float scale, scale2;  // scale2 = scale * log2(e), never 0
+  int groups, group;      // slices [i * group, i * group + group) form group i
+  int jobs, first_group;  // jobs of this launch; its groups start here (paper)
+  float scale, scale2;    // scale2 = scale * log2(e), never 0
 };
 
 // One (block, head, slice group) of a persistent loop; block runs fastest.
@@ -54,7 +54,7 @@ DEV Job decode_job(const Params& p, int job) {
   job /= p.blocks;
   j.head = job % p.heads;
   job /= p.heads;
-  j.group = job % p.groups;
+  j.group = p.first_group + job % p.groups;
   j.batch = job / p.groups;
   return j;
 }
@@ -83,6 +83,12 @@ struct Ring {
     }
   }
 };
+
+// The same kind of tile `bytes` further on; cheaper than a new descriptor.
+DEV u64 further(u64 descriptor, int bytes) { return descriptor + bytes / 16; }
+
+// Warpgroup of this thread, known to be the same for its whole warp.
+DEV int warpgroup_index() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0); }
 
 // Descriptor of 64 fold rows; both halves of the k16 step read the same eight channels.
 DEV u64 fold_descriptor(u32 address) {
@@ -186,3 +192,7 @@ DEV void probabilities(float (&s)[32], u32 bias, float scale2) {
 
 // bf16 bits of the fold value that makes every score of a row or key vanish: exp2(-huge) = 0.
 DEV u32 dropped(float scale2) { return scale2 > 0 ? 0xF149u : 0x7149u; }
+
+// Wait on a barrier that has already completed: a branch that the compiler cannot remove. Without
+// it the exponentials before a wgmma wait are scheduled after it, and nothing overlaps.
+DEV void keep_order(u32 barrier, u32 parity) { mbar_wait(barrier, parity); }

@@ -87,10 +87,35 @@ DEV uint4 read_bias(const Params& p, i64 tile, int index) {
                     __float_as_uint(x[2] * LOG2E), __float_as_uint(x[3] * LOG2E));
 }
 
+// S and dP of 64 queries x one half of the keys.
+DEV void half_scores(float (&s)[32], float (&dp)[32], u32 stage, int warpgroup, int half,
+                     const u32 (&row_fold)[2], u64 ones) {
+  const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
+  const u64 q = further(operands, warpgroup * kSliceBytes),
+            k = further(operands, (kConsumers + half) * kSliceBytes);
+  const u64 fold = further(folds, (kConsumers + half) * kSliceBytes + 2 * kOperandBytes);
+  product_with_fold(s, q, k, row_fold, fold);
+  product_with_fold(dp, further(q, kOperandBytes), further(k, kOperandBytes), row_fold, ones);
+}
+
+DEV void load_row_fold(u32 (&row_fold)[2], u32 address) {
+  row_fold[0] = lds32(address);
+  row_fold[1] = lds32(address + 8 * 16);
+}
+
+// sum += P * dP
+DEV void accumulate_half(float (&sum)[32], float (&s)[32], const float (&dp)[32], u32 bias,
+                         float scale2) {
+  probabilities(s, bias, scale2);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] += s[i] * dp[i];
+}
+
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
   const u64 ones = fold_descriptor(smem + kOnes);
+  const int my_fold = warpgroup * kSliceBytes + 2 * kOperandBytes + row * 16 + quad * 4;
   const u32 my_bias = smem + kBias + warpgroup * kHalves * kBiasTile + thread * 16;
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Tiles t = decode_tiles(p, job);
@@ -110,37 +135,40 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
       }
     }
     const int end = min((t.chunk + 1) * p.group, p.outer);
-    for (int slice = t.chunk * p.group; slice < end; ++slice) {
-      const u32 stage = smem + ring.index * kStageBytes;
-      mbar_wait(bars.full(ring.index), ring.parity);
-      const u32 mine = stage + warpgroup * kSliceBytes;
-      const u32 fold = mine + 2 * kOperandBytes + row * 16 + quad * 4;
-      const u32 row_fold[2] = {lds32(fold), lds32(fold + 8 * 16)};
-      const u64 q = Operand::desc(mine), dout = Operand::desc(mine + kOperandBytes);
-      float s[kHalves][32], dp[kHalves][32];
+    const int begin = t.chunk * p.group;
+    float s[kHalves][32], dp[kHalves][32];
+    u32 row_fold[2];
+    mbar_wait(bars.full(ring.index), ring.parity);
+    load_row_fold(row_fold, smem + ring.index * kStageBytes + my_fold);
+    wgmma_fence();
+    half_scores(s[0], dp[0], smem + ring.index * kStageBytes, warpgroup, 0, row_fold, ones);
+    wgmma_commit();
+    wgmma_wait<0>();
+    // Each half is computed while the products of the next half run; the last step repeats a
+    // product in vain because a product under a condition would serialise all of them.
+    for (int slice = begin; slice < end; ++slice) {
+      const u32 current = smem + ring.index * kStageBytes;
+      const int this_stage = ring.index;
       wgmma_fence();
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const u32 keys = stage + (kConsumers + half) * kSliceBytes;
-        product_with_fold(s[half], q, Operand::desc(keys), row_fold,
-                          fold_descriptor(keys + 2 * kOperandBytes));
-        wgmma_commit();
-        product_with_fold(dp[half], dout, Operand::desc(keys + kOperandBytes), row_fold, ones);
-        wgmma_commit();
-      }
-      wgmma_wait<3>();
-      probabilities(s[0], my_bias, p.scale2);
-      wgmma_wait<2>();
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[0][i] += s[0][i] * dp[0][i];
-      wgmma_wait<1>();
-      probabilities(s[1], my_bias + kBiasTile, p.scale2);
+      half_scores(s[1], dp[1], current, warpgroup, 1, row_fold, ones);
+      wgmma_commit();
+      accumulate_half(sum[0], s[0], dp[0], my_bias, p.scale2);
       wgmma_wait<0>();
-      release(bars.empty(ring.index), thread);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[1][i] += s[1][i] * dp[1][i];
+      u32 next = current;
       ring.advance();
+      if (slice + 1 < end) {
+        release(bars.empty(this_stage), thread);
+        next = smem + ring.index * kStageBytes;
+        mbar_wait(bars.full(ring.index), ring.parity);
+      }
+      load_row_fold(row_fold, next + my_fold);
+      wgmma_fence();
+      half_scores(s[0], dp[0], next, warpgroup, 0, row_fold, ones);
+      wgmma_commit();
+      accumulate_half(sum[1], s[1], dp[1], my_bias + kBiasTile, p.scale2);
+      wgmma_wait<0>();
     }
+    release(bars.empty((ring.index + kStages - 1) % kStages), thread);
     float* partial = p.dbias_partial + (static_cast<i64>(t.chunk) * p.batch) * p.heads * p.tiles *
                                            p.tiles * kTile * kTile;
 #pragma unroll
@@ -171,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbar_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);

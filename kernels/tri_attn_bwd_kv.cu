@@ -96,35 +96,46 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
       fold_s[g][0] = key_fold_s(quad, *reinterpret_cast<const u32*>(fold));
       fold_s[g][1] = key_fold_s(quad, *reinterpret_cast<const u32*>(fold + 8 * 16));
     }
+    const u64 keys = Operand::desc(resident_tile(resident, 0, 0, warpgroup));
     mbar_wait(bars.resident_full(slot.index), slot.parity);
+    // The step before, not yet added to dK and dV; at first zeros times any tile.
+    u32 probability[16] = {}, gradient[16] = {}, rest[16] = {};
+    u64 last_q = Operand::desc(smem + ring.index * kStageBytes + kConsumers * kBiasBytes);
     for (int tile = 0; tile < query_tiles; ++tile) {
       const u32 stage = smem + ring.index * kStageBytes;
       mbar_wait(bars.stage_full(ring.index), ring.parity);
+      const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
       float bias[32];
       load_bias(bias, stage + warpgroup * kBiasBytes, thread);
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
-        const u32 base = stage + kConsumers * kBiasBytes + g * kSliceBytes;
-        const u64 q = Operand::desc(base), dout = Operand::desc(base + kOperandBytes);
-        const u64 fold = fold_descriptor(base + 2 * kOperandBytes);
+        const u64 q = further(operands, kConsumers * kBiasBytes + g * kSliceBytes);
+        const u64 dout = further(q, kOperandBytes);
+        const u64 fold =
+            further(folds, kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
+        const u64 k = further(keys, g * kResidentSlice);
+        const u64 v = further(k, kConsumers * kOperandBytes);
+        constexpr int kLast = kG - 1;
+        const int before = g == 0 ? kLast : g - 1;
         float s[32], dp[32];
-        u32 probability[16], gradient[16], rest[16];
+        // The products of the step before run while this step computes exponentials.
         wgmma_fence();
-        product_with_fold(s, Operand::desc(resident_tile(resident, g, 0, warpgroup)), q, fold_s[g],
-                          fold);
+        product_with_fold(s, k, q, fold_s[g], fold);
         wgmma_commit();
-        product_with_fold(dp, Operand::desc(resident_tile(resident, g, 1, warpgroup)), dout,
-                          fold_dp, fold);
+        accumulate_tokens(dv[before], probability, further(last_q, kOperandBytes), tile);
+        accumulate_tokens(dk[before], gradient, last_q, tile);
+        if constexpr (kSplit) accumulate_tokens(dk[before], rest, last_q, 1);
+        product_with_fold(dp, v, dout, fold_dp, fold);
         wgmma_commit();
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
+        keep_order(bars.stage_full(ring.index), ring.parity);
+        wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < 16; ++i) probability[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-        wgmma_fence();
-        accumulate_tokens(dv[g], probability, dout, tile);
-        wgmma_commit();
-        wgmma_wait<1>();
+        if (g == 0 && tile > 0)
+          release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const float x = s[2 * i] * dp[2 * i], y = s[2 * i + 1] * dp[2 * i + 1];
@@ -133,15 +144,17 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(x, y);
         }
-        wgmma_fence();
-        accumulate_tokens(dk[g], gradient, q, tile);
-        if constexpr (kSplit) accumulate_tokens(dk[g], rest, q, 1);
-        wgmma_commit();
+        last_q = q;
       }
-      wgmma_wait<0>();
-      release(bars.stage_empty(ring.index), thread);
       ring.advance();
     }
+    wgmma_fence();
+    accumulate_tokens(dv[kG - 1], probability, further(last_q, kOperandBytes), 1);
+    accumulate_tokens(dk[kG - 1], gradient, last_q, 1);
+    if constexpr (kSplit) accumulate_tokens(dk[kG - 1], rest, last_q, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
     named_sync(1 + warpgroup, 128);  // every warp is done with K and V
 #pragma unroll
     for (int g = 0; g < kG; ++g) {
@@ -183,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbar_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);

@@ -100,28 +100,42 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
       row_fold[g][0] = lds32(fold);
       row_fold[g][1] = lds32(fold + 8 * 16);
     }
+    const u64 queries = Operand::desc(resident_slice(resident, 0, warpgroup));
+    // The step before, not yet added to dQ; at first zeros times any tile.
+    u32 gradient[16] = {}, rest[16] = {};
+    u64 last_k = Operand::desc(smem + ring.index * kStageBytes + kConsumers * kBiasBytes);
     for (int tile = 0; tile < key_tiles; ++tile) {
       const u32 stage = smem + ring.index * kStageBytes;
       mbar_wait(bars.stage_full(ring.index), ring.parity);
+      const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
       float bias[32];
       load_bias(bias, stage + warpgroup * kBiasBytes, thread);
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
-        const u32 base = stage + kConsumers * kBiasBytes + g * kSliceBytes;
-        const u32 mine = resident_slice(resident, g, warpgroup);
-        const u64 k = Operand::desc(base), v = Operand::desc(base + kOperandBytes);
-        const u64 fold = fold_descriptor(base + 2 * kOperandBytes);
+        const u64 k = further(operands, kConsumers * kBiasBytes + g * kSliceBytes);
+        const u64 v = further(k, kOperandBytes);
+        const u64 fold =
+            further(folds, kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
+        const u64 q = further(queries, g * kResidentSlice);
+        const u64 dout = further(q, kOperandBytes);
+        constexpr int kLast = kG - 1;
+        const int before = g == 0 ? kLast : g - 1;
         float s[32], dp[32];
-        u32 gradient[16], rest[16];
+        // The product of the step before runs while this step computes exponentials.
         wgmma_fence();
-        product_with_fold(s, Operand::desc(mine), k, row_fold[g], fold);
+        product_with_fold(s, q, k, row_fold[g], fold);
         wgmma_commit();
-        product_with_fold(dp, Operand::desc(mine + kOperandBytes), v, row_fold[g], ones);
+        accumulate_tokens(dq[before], gradient, last_k, tile);
+        if constexpr (kSplit) accumulate_tokens(dq[before], rest, last_k, 1);
+        product_with_fold(dp, dout, v, row_fold[g], ones);
         wgmma_commit();
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
+        keep_order(bars.stage_full(ring.index), ring.parity);
         wgmma_wait<0>();
+        if (g == 0 && tile > 0)
+          release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const float x = s[2 * i] * dp[2 * i], y = s[2 * i + 1] * dp[2 * i + 1];
@@ -130,15 +144,16 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(x, y);
         }
-        wgmma_fence();
-        accumulate_tokens(dq[g], gradient, k, tile);
-        if constexpr (kSplit) accumulate_tokens(dq[g], rest, k, 1);
-        wgmma_commit();
+        last_k = k;
       }
-      wgmma_wait<0>();
-      release(bars.stage_empty(ring.index), thread);
       ring.advance();
     }
+    wgmma_fence();
+    accumulate_tokens(dq[kG - 1], gradient, last_k, 1);
+    if constexpr (kSplit) accumulate_tokens(dq[kG - 1], rest, last_k, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
     named_sync(1 + warpgroup, 128);  // every warp is done with Q
 #pragma unroll
     for (int g = 0; g < kG; ++g)
@@ -177,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbar_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);

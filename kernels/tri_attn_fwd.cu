@@ -42,6 +42,7 @@ constexpr int NO = HEAD_DIM / 2;                // accumulators of O a thread an
 constexpr int UNROLL = GROUP % 2 == 0 ? 1 : 2;  // tiles a loop trip, so that buffers alternate
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 static_assert(GROUP * HEAD_DIM <= 64, "O must fit beside two score tiles");
+static_assert(STAGES >= (GROUP == 1 ? 4 : 3), "a step holds tile t-1 and may wait for the one of job j+2");
 static_assert(KV_TILE % 1024 == 0 && BIAS_TILE % 1024 == 0, "tiles keep the swizzle alignment");
 using Smem = Tile<ROW_BYTES>;
 
@@ -99,7 +100,7 @@ DEV void produce(const Params& p, const Shared& s) {
     const Item it = item_at(p, index);
     const int buffer = trip & 1;
     const u32 q_bar = s.q_full + 8 * buffer;
-    mbar_wait(s.q_empty + 8 * buffer, (trip >> 1 & 1) ^ 1);
+    mbar_wait_idle(s.q_empty + 8 * buffer, (trip >> 1 & 1) ^ 1);
     mbar_expect(q_bar, GROUP * Q_TILE + (HAS_MASK ? GROUP * s.words_bytes : 0));
     tma_load(s.q + buffer * GROUP * Q_TILE, &p.q, q_bar, 0, it.q, it.h, it.o, it.b);
     if (HAS_MASK) {
@@ -115,7 +116,7 @@ DEV void produce(const Params& p, const Shared& s) {
     for (int t = 0; t < p.key_tiles; ++t, Ring::next(ring)) {
       const u32 k = s.stages + ring.stage * STAGE, v = k + GROUP * KV_TILE;
       const u32 bar = s.full + 8 * ring.stage;
-      mbar_wait(s.empty + 8 * ring.stage, ring.phase ^ 1);
+      mbar_wait_idle(s.empty + 8 * ring.stage, ring.phase ^ 1);
       mbar_expect(bar, STAGE);
       tma_load(k, &p.k, bar, 0, t * KEYS, it.h, it.o, it.b);
       tma_load(v, &p.v, bar, 0, t * KEYS, it.h, it.o, it.b);

@@ -24,7 +24,7 @@ from tpf.train import Options, replay, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
 SMALL = [
-    f"data.path={EXAMPLES / '5i55.cif.gz'}",
+    f"data.path={EXAMPLES / '1ubq.cif.gz'}",
     "data.crop=24",
     "train.warmup=2",
     "train.diffusion_samples=2",
@@ -76,14 +76,14 @@ def test_run_folder_holds_what_it_promises(finished: Path) -> None:
     for name in ("loss", "mse", "smooth_lddt", "distogram", "lr", "grad_norm", "step_ms",
                  "data_ms", "tokens_per_s", "samples", "skipped"):  # fmt: skip
         assert name in records[0]
-    assert records[0]["samples"] == ["5i55"]
+    assert records[0]["samples"] == ["1ubq"]
     assert records[0]["lr"] == pytest.approx(1e-3) and records[1]["lr"] == pytest.approx(2e-3)
     for step in (0, 6):
         folder = finished / "validation" / f"step-{step:06d}"
         assert {"metrics.json", "targets.csv", "report.html", "predicted"} <= {
             p.name for p in folder.iterdir()
         }
-        assert len(list((folder / "predicted").glob("5i55-seed0-sample*.cif"))) == 2
+        assert len(list((folder / "predicted").glob("1ubq-seed0-sample*.cif"))) == 2
 
 
 def test_two_runs_are_bitwise_equal(finished: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_loader_workers_do_not_change_the_run(finished: Path, tmp_path: Path) ->
 def test_batch_of_two_steps_over_two_samples(tmp_path: Path) -> None:
     run(small("train.steps=2", "train.batch_size=2"), tmp_path / "run")
     record = json.loads((tmp_path / "run" / "train.jsonl").read_text().splitlines()[0])
-    assert record["samples"] == ["5i55", "5i55"]
+    assert record["samples"] == ["1ubq", "1ubq"]
 
 
 def _start(out: Path, steps: int, *, resume: bool = False) -> subprocess.Popen[str]:
@@ -176,7 +176,7 @@ def test_nonfinite_step_names_the_culprit_and_can_be_replayed(
 ) -> None:
     name = "pairformer_stack.blocks.1.pair_stack.tri_att_start.linear_z.weight"
     start = _poisoned(finished, tmp_path / "poisoned", name)
-    with pytest.raises(NonFinite, match=f"sample 5i55: .*first not finite: parameter {name}") as e:
+    with pytest.raises(NonFinite, match=f"sample 1ubq: .*first not finite: parameter {name}") as e:
         run(small("train.steps=6"), tmp_path / "run", init=start)
     file = Path(str(e.value).rsplit("--replay ", 1)[1])
     assert name in replay(file, torch.device("cpu"))
@@ -191,8 +191,8 @@ def test_checkpoint_of_another_preset_is_refused(finished: Path, tmp_path: Path)
 def test_bad_entries_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "5i55.cif.gz").write_bytes((EXAMPLES / "5i55.cif.gz").read_bytes())
-    (folder / "cut.cif.gz").write_bytes((EXAMPLES / "1ubq.cif.gz").read_bytes()[:3000])
+    (folder / "1ubq.cif.gz").write_bytes((EXAMPLES / "1ubq.cif.gz").read_bytes())
+    (folder / "cut.cif.gz").write_bytes((EXAMPLES / "1a8o.cif.gz").read_bytes()[:3000])
 
     class Messages(Silent):
         texts: list[str] = []

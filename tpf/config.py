@@ -115,6 +115,8 @@ class DataConfig:
     """Angstrom; entries without a resolution (NMR) are kept."""
     max_chains: int = 300
     """Polymer chains."""
+    clusters: str | None = None
+    """File of lines ENTRY_CHAIN CLUSTER for the sampling weights; None: equal sequences."""
     ccd: str | None = None
     """Extra component dictionary (mmCIF or BinaryCIF), looked up before the installed one."""
     conformers: Literal["auto", "rdkit", "ideal"] = "auto"

@@ -84,5 +84,7 @@ def sample_loss(model: Model, batch: dict[str, Any], config: Config, draw: Draws
     )
     loss = total(batch, terms, config.loss, aligned.valid)
     return SampleLoss(
-        loss.total, {name: term.detach().mean() for name, term in loss.terms.items()}, list(aligned.events)
+        loss.total,
+        {name: term.detach().mean() for name, term in loss.terms.items()},
+        list(aligned.events),
     )

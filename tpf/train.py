@@ -22,6 +22,7 @@ from tpf.config import Config
 from tpf.data.batch import to_device
 from tpf.data.dataset import CropDataset, Loader
 from tpf.data.records import Entries
+from tpf.data.sampling import read_clusters
 from tpf.errors import Interrupted, UsageError
 from tpf.estimate import memory_gb
 from tpf.kernels.describe import describe_impl
@@ -246,7 +247,8 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
             f"give a multiple of {world.size}"
         )
     entries = Entries(config.data)
-    dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed)
+    clusters = read_clusters(config.data.clusters) if config.data.clusters else None
+    dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed, clusters=clusters)
     trainer = Trainer.build(config, world)
     run = _open(trainer, options, display, world)
     if world.is_main:

@@ -11,7 +11,9 @@ from gemmi import cif
 
 # AF3 SI Table 9 and the standard residues, written out here again on purpose
 AIDS = "SO4 GOL EDO PO4 ACT PEG DMS TRS PGE PG4 FMT EPE MPD MES CD IOD".split()
-AMINO = "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL UNK".split()
+AMINO = (
+    "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL UNK".split()
+)
 NUCLEIC = "A G C U N DA DG DC DT DN".split()
 
 

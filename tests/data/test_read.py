@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -292,7 +293,7 @@ _pdbx_struct_oper_list.id
     assert "1 chain not in assembly 1." in tables.notes
     assert "1 chain of assembly 1 made by symmetry." in tables.notes
     broken = generator.replace("2 -1 0 0", "2 ? 0 0")
-    with pytest.raises(DataError, match="assembly: operator 2 is no rotation"):
+    with pytest.raises(DataError, match="assembly: operator 2 lacks numbers"):
         load_tables(write(tmp_path, cif(rows, broken)))
     with pytest.raises(DataError, match="assembly: operator 7 is not in the file"):
         load_tables(write(tmp_path, cif(rows, generator.replace("1 1,2 A", "1 1,7 A"))))
@@ -307,6 +308,29 @@ _pdbx_struct_oper_list.id
                 ),
             )
         )
+
+
+def test_a_copy_does_not_take_the_name_of_another_chain(tmp_path: Path) -> None:
+    names = ["id", *(f"matrix[{i}][{j}]" for i in (1, 2, 3) for j in (1, 2, 3))]
+    names += [f"vector[{i}]" for i in (1, 2, 3)]
+    records = (
+        "_pdbx_struct_assembly_gen.assembly_id 1\n_pdbx_struct_assembly_gen.asym_id_list A,A-2\n"
+    )
+    records += "_pdbx_struct_assembly_gen.oper_expression 1,2\nloop_\n"
+    records += "\n".join(f"_pdbx_struct_oper_list.{name}" for name in names)
+    records += "\n1 1 0 0 0 1 0 0 0 1 0 0 0\n2 1 0 0 0 1 0 0 0 1 0 0 99\n"
+    rows = peptide("A", SEQUENCE) + peptide("A-2", SEQUENCE, FAR)
+    tables = load_tables(write(tmp_path, cif(rows, records)))
+    assert tables.chain_id.tolist() == ["A", "A-2", "A-2-2", "A-3"]
+    assert tables.chain_sym.tolist() == [1, 2, 3, 4]
+
+
+def test_a_polymer_of_modified_residues_only(tmp_path: Path) -> None:
+    codes = ["SEP", "TPO", "PTR", "SEP", "02J"]  # the last one is no monomer by its type
+    rows = [row | {"group_PDB": "HETATM"} for row in peptide("A", codes)]
+    tables = load_tables(write(tmp_path, cif(rows, polymer("A", codes))))
+    assert tables.chain_id.tolist() == ["A"] and tables.chain_type.tolist() == [PROTEIN]
+    assert tables.res_name.tolist() == codes and not tables.res_standard.any()
 
 
 def test_operator_expressions() -> None:
@@ -415,3 +439,72 @@ def test_odd_values(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_elements_from_atom_names(name: str, comp: str, element: int) -> None:
     assert guess_element(name, comp) == element
+
+
+EDITS = (
+    "?",
+    ".",
+    "0",
+    "-1",
+    "1e9",
+    "nan",
+    "inf",
+    "abc",
+    "UNK",
+    "HOH",
+    "999999999999",
+    "(1-",
+    "SEP",
+)
+
+
+def test_random_edits_give_tables_or_a_data_error(tmp_path: Path) -> None:
+    """Erase, blank and overwrite columns of a small entry; nothing but ``DataError`` may come."""
+    from gemmi import cif as gemmi_cif
+
+    examples = Path(__file__).resolve().parents[2] / "data" / "examples"
+    texts = [gzip.decompress(f.read_bytes()).decode() for f in sorted(examples.iterdir())[:4]]
+    rng = np.random.default_rng(7)
+    outcomes = {"ok": 0, "refused": 0}
+    for k in range(80):
+        block = (document := gemmi_cif.read_string(texts[k % len(texts)]))[0]
+        for _ in range(int(rng.integers(1, 4))):
+            category = str(rng.choice(block.get_mmcif_category_names()))
+            columns = block.get_mmcif_category(category, raw=True)
+            name = str(rng.choice(list(columns)))
+            action = rng.integers(4)
+            if action == 0:
+                block.find_mmcif_category(category).erase()
+            elif action == 1 and len(columns) > 1:
+                columns.pop(name)
+            else:
+                share = rng.uniform() ** 3
+                value = str(rng.choice(EDITS))
+                columns[name] = [value if rng.uniform() < share else v for v in columns[name]]
+            if action:
+                block.set_mmcif_category(category, columns, raw=True)
+        try:
+            load_tables(write(tmp_path, document.as_string()))
+            outcomes["ok"] += 1
+        except DataError:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0
+
+
+def test_binary_cif_without_biotite_names_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "biotite.structure.io.pdbx", None)
+    path = tmp_path / "entry.bcif"
+    path.write_bytes(b"\x83\xaadataBlocks\x91\x00")
+    with pytest.raises(
+        DataError, match=r"read: BinaryCIF needs biotite: pip install 'tpf\[chem\]'"
+    ):
+        load_tables(path)
+
+
+def test_values_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    rows = peptide("A", SEQUENCE)
+    rows[3]["Cartn_y"] = 1e9
+    with pytest.raises(DataError, match="parse: coordinates span more than"):
+        load_tables(write(tmp_path, cif(rows)))

@@ -59,7 +59,14 @@ def test_mixed_precision_on_gpu() -> None:
         assert 0 < error < 0.03, f"{name}: relative error {error:.2e}"
 
 
-def test_outputs_and_gradients_repeat_bitwise() -> None:
-    first, second = run("cuda", "bf16-mixed"), run("cuda", "bf16-mixed")
-    for a, b in zip(first, second, strict=True):
-        assert [name for name in a if not torch.equal(a[name], b[name])] == []
+def test_repeats_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs always; gradients in deterministic mode, where attention does not split its keys."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    outputs = [run("cuda", "bf16-mixed")[0] for _ in range(2)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients = [run("cuda", "bf16-mixed")[1] for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for first, second in (outputs, gradients):
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []

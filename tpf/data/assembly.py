@@ -99,9 +99,10 @@ def read_assembly(entry: str, block: Block) -> list[Copy] | None:
                 if name not in operators:
                     raise DataError(entry, "assembly", f"operator {name} is not in the file")
                 rotation, shift = operators[name]
+                if not (np.isfinite(rotation).all() and np.isfinite(shift).all()):
+                    raise DataError(entry, "assembly", f"operator {name} lacks numbers")
                 matrix, vector = rotation @ matrix, rotation @ vector + shift
-            finite = np.isfinite(matrix).all() and np.isfinite(vector).all()
-            if not finite or abs(np.linalg.det(matrix) - 1) > 0.01:
+            if not abs(np.linalg.det(matrix) - 1) < 0.01:
                 raise DataError(entry, "assembly", f"operator {'*'.join(product)} is no rotation")
             copies.append(Copy(chains, matrix, vector))
     return copies
@@ -115,6 +116,7 @@ def expand(structure: Structure, copies: list[Copy], origin: dict[str, str]) -> 
     """
     parts: list[Structure] = []
     seen: dict[str, int] = {}
+    taken = {chain.id for chain in structure.chains}
     listed = 0
     for copy in copies:
         inside = [origin.get(chain.id, chain.id) in copy.chains for chain in structure.chains]
@@ -126,7 +128,7 @@ def expand(structure: Structure, copies: list[Copy], origin: dict[str, str]) -> 
                 f"assembly 1 has more than {MAX_CHAINS} polymer chains",
             )
         if any(inside):
-            parts.append(_apply(keep_chains(structure, np.array(inside)), copy, seen))
+            parts.append(_apply(keep_chains(structure, np.array(inside)), copy, seen, taken))
     if not parts:
         return structure.noted("Assembly 1 lists no chain of the file; all chains were taken.")
     result = _concatenate(structure, parts)
@@ -139,11 +141,13 @@ def expand(structure: Structure, copies: list[Copy], origin: dict[str, str]) -> 
     return result
 
 
-def _apply(part: Structure, copy: Copy, seen: dict[str, int]) -> Structure:
+def _apply(part: Structure, copy: Copy, seen: dict[str, int], taken: set[str]) -> Structure:
     chains = []
     for chain in part.chains:
-        seen[chain.id] = seen.get(chain.id, 0) + 1
-        number = seen[chain.id]
+        number = seen.get(chain.id, 0) + 1
+        while number > 1 and f"{chain.id}-{number}" in taken:
+            number += 1
+        seen[chain.id] = number
         name = chain.id if number == 1 else f"{chain.id}-{number}"
         chains.append(dataclasses.replace(chain, id=name))
     return dataclasses.replace(

@@ -20,6 +20,10 @@ _TEXT = (
 )  # fmt: skip
 FAR = 1e4
 """Angstrom; coordinates beyond this lose their third decimal in FP32 and are moved."""
+MAX_EXTENT = 1e5
+"""Angstrom; no structure is larger."""
+MAX_NUMBER = 1_000_000
+"""Largest residue number that is believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class AtomSite:
     seq: NDArray[np.str_]
     auth_seq: NDArray[np.str_]
     pos: NDArray[np.float64]
+    """[A, 3] Angstrom, NaN where absent."""
     occupancy: NDArray[np.float64]
     b_factor: NDArray[np.float64]
 
@@ -103,7 +108,7 @@ def _first_model(columns: Columns, notes: list[str]) -> Columns:
 
 
 def read_atom_site(entry: str, block: Block, notes: list[str]) -> AtomSite:
-    """Return the rows of the first model that have coordinates.
+    """Return the rows of the first model; those without coordinates have occupancy 0.
 
     Raises ``DataError`` (stage parse) if there are none or a needed column is absent.
     """
@@ -114,14 +119,17 @@ def read_atom_site(entry: str, block: Block, notes: list[str]) -> AtomSite:
     pos = np.stack(axes, axis=1)
     known = np.isfinite(pos).all(axis=1)
     if not known.all():
-        notes.append(f"{counted(int((~known).sum()), 'atom')} without coordinates taken as unresolved.")
-        columns = {name: values[known] for name, values in columns.items()}
-        pos = pos[known]
-    if not len(pos):
+        notes.append(
+            f"{counted(int((~known).sum()), 'atom')} without coordinates taken as unresolved."
+        )
+        pos[~known] = np.nan
+    if not known.any():
         raise DataError(entry, "parse", "no atom has coordinates")
-    if np.abs(pos).max() > FAR:
-        pos = pos - pos.mean(axis=0)
+    if np.nanmax(np.abs(pos)) > FAR:
+        pos = pos - np.nanmean(pos, axis=0)
         notes.append("Coordinates far from the origin were moved to it.")
+    if np.nanmax(np.abs(pos)) > MAX_EXTENT:
+        raise DataError(entry, "parse", f"coordinates span more than {MAX_EXTENT:g} Angstrom")
     name = _required(columns, entry, "label_atom_id", "auth_atom_id")
     comp = _required(columns, entry, "label_comp_id", "auth_comp_id")
     label_asym = _optional(columns, "label_asym_id", "auth_asym_id")
@@ -139,13 +147,13 @@ def read_atom_site(entry: str, block: Block, notes: list[str]) -> AtomSite:
         seq=_optional(columns, "label_seq_id"),
         auth_seq=np.char.add(auth_seq, _optional(columns, "pdbx_pdb_ins_code")),
         pos=pos,
-        occupancy=_occupancy(columns, len(pos), notes),
-        b_factor=np.nan_to_num(to_numbers(_optional(columns, "b_iso_or_equiv"))),
+        occupancy=np.where(known, _occupancy(columns, len(pos), notes), 0.0),
+        b_factor=np.nan_to_num(to_numbers(_optional(columns, "b_iso_or_equiv"))).clip(-1e6, 1e6),
     )
 
 
 def _occupancy(columns: Columns, n: int, notes: list[str]) -> NDArray[np.float64]:
-    values = np.nan_to_num(to_numbers(_optional(columns, "occupancy")), nan=1.0)
+    values = np.nan_to_num(to_numbers(_optional(columns, "occupancy")), nan=1.0).clip(0, 1)
     if "occupancy" in columns and (values <= 0).all():
         notes.append("Every occupancy is 0; they were taken as 1.")
         return np.ones(n)
@@ -183,7 +191,7 @@ def residue_groups(site: AtomSite, notes: list[str]) -> list[Group]:
                     asym=asym,
                     auth_asym=str(site.auth_asym[copy[0]]) or asym,
                     entity=str(site.entity[copy[0]]),
-                    seq=_integer(seq),
+                    seq=residue_number(seq),
                     auth_seq=auth_seq,
                     comp=comp,
                     hetero=str(site.group[copy[0]]).upper() == "HETATM",
@@ -209,9 +217,10 @@ def _copies(site: AtomSite, rows: NDArray[np.intp]) -> list[NDArray[np.intp]]:
     return [rows[index == k] for k in range(index.max() + 1)]
 
 
-def _integer(text: str) -> int | None:
+def residue_number(text: str) -> int | None:
+    """Return the integer that a text means (also ``12.`` or ``12.0``), None if it is none."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if value == int(value) else None
+    return int(value) if abs(value) <= MAX_NUMBER and value.is_integer() else None

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpf.errors import DataError
 
+T = TypeVar("T")
 Columns = dict[str, NDArray[np.str_]]
 """Column name in lower case to values; every column has the same length."""
 
@@ -47,8 +48,11 @@ class TextBlock:
 
     name: str
     block: Any
+    entry: str = ""
 
     def columns(self, category: str, only: Collection[str] | None = None) -> Columns:
+        if not self.has(category):
+            return {}
         raw = self.block.get_mmcif_category(f"_{category}.", raw=True)
         return {
             name.lower(): _unquote(values)
@@ -61,8 +65,11 @@ class TextBlock:
         return None if values is None else to_numbers(values)
 
     def has(self, category: str) -> bool:
-        if self.block.find_mmcif_category(f"_{category}."):
-            return True
+        try:
+            if self.block.find_mmcif_category(f"_{category}."):
+                return True
+        except RuntimeError as error:  # a loop that mixes categories
+            raise DataError(self.entry, "parse", f"not valid mmCIF ({error})") from error
         return len(self.block.find_values(f"_{category}")) > 0
 
 
@@ -72,31 +79,40 @@ class BinaryBlock:
 
     name: str
     block: Any
+    entry: str = ""
 
     def columns(self, category: str, only: Collection[str] | None = None) -> Columns:
-        if category not in self.block:
-            return {}
-        table = self.block[category]
-        return {
-            name.lower(): _binary_column(table[name])
-            for name in table
-            if only is None or name.lower() in only
-        }
+        def decode() -> Columns:
+            table = self.block[category]
+            return {
+                name.lower(): _binary_column(table[name])
+                for name in table
+                if only is None or name.lower() in only
+            }
+
+        return self._guarded(decode) if self.has(category) else {}
 
     def numbers(self, category: str, column: str) -> NDArray[np.float64] | None:
-        table = self.block[category] if category in self.block else {}
-        for name in table:
-            if name.lower() == column:
-                values = table[name].data.array
-                if values.dtype.kind not in "iuf":
-                    return to_numbers(_binary_column(table[name]))
-                mask = table[name].mask
-                present = True if mask is None else mask.array == 0
-                return np.where(present, values, np.nan).astype(np.float64)
-        return None
+        def decode() -> NDArray[np.float64] | None:
+            table = self.block[category]
+            names = [name for name in table if name.lower() == column]
+            return _binary_numbers(table[names[0]]) if names else None
+
+        return self._guarded(decode) if self.has(category) else None
 
     def has(self, category: str) -> bool:
         return category in self.block
+
+    def _guarded(self, decode: Callable[[], T]) -> T:
+        """Decode lazily stored columns; biotite and msgpack raise many kinds on damaged ones."""
+        try:
+            return decode()
+        except Exception as error:
+            raise DataError(self.entry, "parse", _binary_reason(error)) from error
+
+
+def _binary_reason(error: Exception) -> str:
+    return f"not valid BinaryCIF ({type(error).__name__}: {error})"
 
 
 def _binary_column(column: Any) -> NDArray[np.str_]:  # noqa: ANN401 (biotite has no types)
@@ -108,13 +124,22 @@ def _binary_column(column: Any) -> NDArray[np.str_]:  # noqa: ANN401 (biotite ha
     return np.where(absent, "", strings) if absent.any() else strings
 
 
+def _binary_numbers(column: Any) -> NDArray[np.float64]:  # noqa: ANN401
+    values = column.data.array
+    if values.dtype.kind not in "iuf":
+        return to_numbers(_binary_column(column))
+    present = True if column.mask is None else column.mask.array == 0
+    return np.where(present & np.isfinite(values), values, np.nan).astype(np.float64)
+
+
 def to_numbers(values: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return the values as numbers, NaN for every text that is none."""
+    """Return the values as numbers, NaN for every text that is no finite number."""
     texts = np.where(values == "", "nan", values)
     try:
-        return texts.astype(np.float64)
+        numbers = texts.astype(np.float64)
     except ValueError:
-        return np.array([_number(str(text)) for text in texts], dtype=np.float64)
+        numbers = np.array([_number(str(text)) for text in texts], dtype=np.float64)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _number(text: str) -> float:
@@ -228,7 +253,7 @@ def text_blocks(entry: str, data: bytes, notes: list[str]) -> Iterator[TextBlock
         reason = text[0] if text else type(error).__name__
         raise DataError(entry, "parse", f"not valid CIF (line {reason})") from error
     for block in document:
-        yield TextBlock(block.name, block)
+        yield TextBlock(block.name, block, entry)
 
 
 def binary_blocks(entry: str, data: bytes) -> Iterator[BinaryBlock]:
@@ -244,10 +269,9 @@ def binary_blocks(entry: str, data: bytes) -> Iterator[BinaryBlock]:
         file = BinaryCIFFile.read(io.BytesIO(data))
         names = list(file)
     except Exception as error:  # biotite and msgpack raise many kinds on damaged input
-        reason = f"not valid BinaryCIF ({type(error).__name__}: {error})"
-        raise DataError(entry, "parse", reason) from error
+        raise DataError(entry, "parse", _binary_reason(error)) from error
     for name in names:
-        yield BinaryBlock(name, file[name])
+        yield BinaryBlock(name, file[name], entry)
 
 
 def read_blocks(path: Path) -> tuple[list[Block], list[str]]:

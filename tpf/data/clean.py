@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tpf.config import DataConfig
 from tpf.data import chem
 from tpf.data.ccd import Dictionary
-from tpf.data.complete import complete
+from tpf.data.complete import MAX_BOND_LENGTH, complete
 from tpf.data.definitions import resolve_definitions
 from tpf.data.structure import (
     Structure,
@@ -33,7 +33,6 @@ MIN_RESOLVED = 4
 CLASH_DISTANCE = 1.7
 CLASH_FRACTION = 0.3
 MAX_CA_DISTANCE = 10.0
-MAX_BOND_LENGTH = 2.4
 
 
 def clean(structure: Structure, dictionary: Dictionary, *, filters: bool = True) -> Tables:
@@ -58,7 +57,7 @@ def clean(structure: Structure, dictionary: Dictionary, *, filters: bool = True)
     if filters:
         structure = drop_broken_proteins(structure)
     structure = drop_links(structure)
-    if not len(structure.atom_name):
+    if not structure.resolved.any():
         why = " ".join(structure.notes) or "The file has no polymer and no ligand."
         raise DataError(structure.id, "clean", f"nothing is left after cleaning. {why}")
     return complete(structure, known)
@@ -152,7 +151,8 @@ def _drop_chains(structure: Structure, drop: NDArray[np.bool_], why: str) -> Str
 
 def drop_short_polymers(structure: Structure) -> Structure:
     """Step 6: polymers with at most 3 resolved residues go."""
-    resolved = np.bincount(structure.res_chain, minlength=len(structure.chains))
+    residues = np.unique(structure.atom_residue[structure.resolved])
+    resolved = np.bincount(structure.res_chain[residues], minlength=len(structure.chains))
     polymer = np.array([chain.polymer for chain in structure.chains], dtype=bool)
     return _drop_chains(
         structure, polymer & (resolved < MIN_RESOLVED), "3 or fewer resolved residues"
@@ -177,9 +177,10 @@ def drop_clashing_chains(structure: Structure) -> Structure:
     n = len(structure.chains)
     if n < 2:
         return structure
-    chain = structure.atom_chain
+    atoms = np.flatnonzero(structure.resolved)
+    chain = structure.atom_chain[atoms]
     touched: dict[tuple[int, int], set[int]] = {}
-    for left, right in close_pairs(structure.pos, CLASH_DISTANCE):
+    for left, right in close_pairs(structure.pos[atoms], CLASH_DISTANCE):
         other = chain[left] != chain[right]
         for i, j in zip(left[other].tolist(), right[other].tolist(), strict=True):
             touched.setdefault((int(chain[i]), int(chain[j])), set()).add(i)
@@ -229,7 +230,7 @@ def order_atoms(structure: Structure, known: Dictionary) -> Structure:
 
 def drop_broken_proteins(structure: Structure) -> Structure:
     """Step 11: protein chains with neighbouring residues whose CA are over 10 Angstrom apart go."""
-    ca = np.flatnonzero(structure.atom_name == "CA")
+    ca = np.flatnonzero((structure.atom_name == "CA") & structure.resolved)
     residue = structure.atom_residue[ca]
     chain = structure.res_chain[residue]
     protein = np.array([c.polymer and c.type == PROTEIN for c in structure.chains], dtype=bool)

@@ -93,7 +93,9 @@ def _rows_of(structure: Structure, known: Dictionary, notes: list[str]) -> list[
                 raise DataError(structure.id, "clean", f"component {code} has no definition")
             rows.append(_Row(code, site.res_id, site.auth_seq, c, at.get(site.res_id), found))
         if undefined:
-            notes.append(f"{counted(undefined, 'undefined residue')} of chain {chain.id} became unknown.")
+            notes.append(
+                f"{counted(undefined, 'undefined residue')} of chain {chain.id} became unknown."
+            )
     return rows
 
 
@@ -115,11 +117,11 @@ def complete(structure: Structure, known: Dictionary) -> Tables:
                 place = row.template.index.get(names[i])
                 if place is not None:
                     source[start + place] = i
-    resolved = source >= 0
+    resolved = (source >= 0) & structure.resolved[source]
     pos = np.where(resolved[:, None], structure.pos[source], np.nan).astype(np.float32)
     order = list(dict.fromkeys(row.chain for row in rows))
     chains = [structure.chains[c] for c in order]
-    res_chain = np.searchsorted(np.arange(len(order)), [order.index(row.chain) for row in rows])
+    chain_index = {c: i for i, c in enumerate(order)}
     entity, sym = _entities(chains, rows, order)
     bonds, bond_order = _bonds(structure, rows, starts, source, pos)
     n_missing = int((~resolved).sum())
@@ -140,7 +142,7 @@ def complete(structure: Structure, known: Dictionary) -> Tables:
         res_name=np.array([row.code for row in rows], dtype=np.str_),
         res_id=np.array([row.res_id for row in rows], dtype=np.int32),
         auth_seq=np.array([row.auth_seq for row in rows], dtype=np.str_),
-        res_chain=res_chain.astype(np.int32),
+        res_chain=np.array([chain_index[row.chain] for row in rows], dtype=np.int32),
         res_standard=np.array(
             [structure.chains[row.chain].polymer and row.code in chem.STANDARD for row in rows]
         ),

@@ -14,8 +14,10 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import signal
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,6 +183,16 @@ def _embedded(component: Component, number: int) -> NDArray[np.float32] | None:
     return next((pos for pos in attempts if pos is not None), None)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Deliver SIGINT after the block: RDKit's own handler would swallow it while embedding."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _embed(component: Component, number: int, method: int) -> NDArray[np.float32] | None:
     """Embed by ETKDGv3: method 0 plain, 1 small-ring torsions, 2 random starting coordinates."""
     from rdkit import rdBase
@@ -196,7 +208,7 @@ def _embed(component: Component, number: int, method: int) -> NDArray[np.float32
     settings.useRandomCoords = method >= 2
     if hasattr(settings, "timeout"):
         settings.timeout = TIMEOUT_S
-    with rdBase.BlockLogs():
+    with rdBase.BlockLogs(), _interrupts_held():
         try:
             failed = rdDistGeom.EmbedMolecule(mol, settings) < 0
         except (ValueError, RuntimeError):

@@ -31,14 +31,17 @@ def resolve_definitions(
     unknown = structure.res_name == "UNL"
     if unknown.any():
         count = int(unknown.sum())
-        structure = keep_residues(structure, ~unknown).noted(f"{counted(count, 'unknown ligand')} dropped.")
+        structure = keep_residues(structure, ~unknown).noted(
+            f"{counted(count, 'unknown ligand')} dropped."
+        )
     spans = structure.spans()
+    seen = np.add.reduceat(structure.resolved.astype(int), spans[:-1]) if len(spans) > 1 else spans
     inferred: dict[str, Component] = {}
     for code in dict.fromkeys(structure.res_name.tolist()):
         if code in chem.STANDARD:
             continue
         residues = np.flatnonzero(structure.res_name == code)
-        fullest = int(residues[np.argmax(spans[residues + 1] - spans[residues])])
+        fullest = int(residues[np.argmax(seen[residues])])
         rows = np.arange(spans[fullest], spans[fullest + 1])
         component = dictionary.get(code)
         if component is not None and fits(component, structure, rows):

@@ -103,7 +103,7 @@ def infer_links(structure: Structure) -> NDArray[np.int32]:
     """Return covalent bonds that distances show between residues, at least one of them outside a
     polymer, [L, 2]; for files without connection records."""
     bonded = np.array([z in chem.COVALENT_RADIUS for z in range(len(chem.ELEMENTS))])
-    usable = bonded[structure.element] & (structure.element != 1)
+    usable = bonded[structure.element] & structure.resolved
     usable &= ~np.isin(structure.res_name, list(chem.WATERS))[structure.atom_residue]
     atoms = np.flatnonzero(usable)
     if not len(atoms):

@@ -106,7 +106,9 @@ def _with_inferred_links(structure: Structure) -> Structure:
     if not len(links):
         return structure
     structure = replace(structure, links=links, dative=np.zeros(len(links), dtype=bool))
-    return structure.noted(f"{counted(len(links), 'link')} between residues inferred from distances.")
+    return structure.noted(
+        f"{counted(len(links), 'link')} between residues inferred from distances."
+    )
 
 
 def _entry_id(block: Block, stem: str) -> str:
@@ -130,7 +132,7 @@ def read_metadata(block: Block) -> tuple[str, float | None, datetime.date | None
             break
     history = block.columns("pdbx_audit_revision_history", ("revision_date", "data_content_type"))
     dates = history.get("revision_date", np.array([], dtype=np.str_))
-    if "data_content_type" in history:
+    if len(dates) and "data_content_type" in history:
         dates = dates[history["data_content_type"] == "Structure model"]
     if not len(dates):  # entries of the archive before 2017
         dates = block.columns("database_PDB_rev", ("date",)).get("date", dates)
@@ -189,24 +191,18 @@ def _assemble(
     links: list[Link],
     groups: list[Group],
 ) -> Structure:
-    """Gather the chosen rows into arrays, chains sorted by id, without atoms of occupancy 0."""
+    """Gather the chosen rows into arrays, chains sorted by id."""
     parts = sorted(parts, key=lambda part: part.chain.id)
     rows: list[NDArray[np.intp]] = []
     residues: list[tuple[str, int, str, int]] = []
     chains: list[Chain] = []
     sizes: list[int] = []
     for part in parts:
-        kept = [(place, g, g.rows[site.occupancy[g.rows] > 0]) for place, g in part.groups]
-        kept = [item for item in kept if len(item[2])]
-        if not kept:
-            continue
-        for place, group, own in kept:
-            rows.append(own)
-            sizes.append(len(own))
+        for place, group in part.groups:
+            rows.append(group.rows)
+            sizes.append(len(group.rows))
             residues.append((group.comp, place, group.auth_seq, len(chains)))
         chains.append(part.chain)
-    if not rows:
-        raise DataError(entry, "parse", "no atom has an occupancy above 0")
     order = np.concatenate(rows)
     position = np.full(len(site.name), -1, dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -220,7 +216,7 @@ def _assemble(
         atom_name=site.name[order],
         element=site.element[order],
         pos=site.pos[order],
-        occupancy=np.clip(site.occupancy[order], 0, 1).astype(np.float32),
+        occupancy=site.occupancy[order].astype(np.float32),
         b_factor=site.b_factor[order].astype(np.float32),
         atom_residue=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
         res_name=np.array(names[0], dtype=np.str_),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tpf.data import chem
-from tpf.data.atom_site import Group
+from tpf.data.atom_site import Group, residue_number
 from tpf.data.ccd import Dictionary
 from tpf.data.cif import Block
 from tpf.data.structure import Chain, Site, counted
@@ -56,12 +56,14 @@ def read_records(block: Block) -> Records:
     by_asym: dict[str, list[Site]] = {}
     columns = ("asym_id", "seq_id", "mon_id", "pdb_seq_num", "pdb_ins_code")
     for name, seq, code, number, insertion in _rows(block, "pdbx_poly_seq_scheme", columns, 3):
-        if seq.isdigit():
-            by_asym.setdefault(name, []).append(Site(int(seq), code, number + insertion))
+        place = residue_number(seq)
+        if place is not None and place > 0:
+            by_asym.setdefault(name, []).append(Site(place, code, number + insertion))
     by_entity: dict[str, list[Site]] = {}
     for name, seq, code in _rows(block, "entity_poly_seq", ("entity_id", "num", "mon_id"), 3):
-        if seq.isdigit():
-            by_entity.setdefault(name, []).append(Site(int(seq), code, ""))
+        place = residue_number(seq)
+        if place is not None and place > 0:
+            by_entity.setdefault(name, []).append(Site(place, code, ""))
     return Records(
         entity_type=_mapping(entity.get("id", ()), entity.get("type", ())),
         poly_type=_mapping(poly_ids, poly.get("type", ())),
@@ -154,16 +156,7 @@ def place_chains(
         if not _is_polymer(entity, members, records, dictionary):
             placed.append(_ligand(asym, entity, members))
             continue
-        if any(group.seq is not None and not group.hetero for group in members):
-            inside = [
-                g
-                for g in members
-                if g.seq is not None
-                and g.comp not in chem.WATERS
-                and (entity in records.entity_type or _monomer(g, dictionary) or not g.hetero)
-            ]
-        else:
-            inside = [group for group in members if _monomer(group, dictionary)]
+        inside = _residues(members, entity in records.entity_type, dictionary)
         chosen = {id(group) for group in inside}
         outside = [group for group in members if id(group) not in chosen]
         if inside:
@@ -173,8 +166,24 @@ def place_chains(
         for k, part in enumerate(others + ([water] if water else [])):
             placed.append(_ligand(_free_name(asym, k + 1, by_asym), "", part))
         if others:
-            notes.append(f"{counted(len(others), 'hetero group')} of chain {asym} split off as ligands.")
+            notes.append(
+                f"{counted(len(others), 'hetero group')} of chain {asym} split off as ligands."
+            )
     return placed
+
+
+def _residues(members: list[Group], declared: bool, dictionary: Dictionary) -> list[Group]:
+    """Return the groups of a polymer's chain that are its residues.
+
+    Where the file declares the polymer, these have label numbers; some programs number everything
+    or nothing, then the kind of component decides.
+    """
+    numbered = [g for g in members if g.seq is not None and g.comp not in chem.WATERS]
+    if declared and numbered:
+        return numbered
+    if any(not group.hetero for group in numbered):
+        return [g for g in numbered if not g.hetero or _monomer(g, dictionary)]
+    return [group for group in members if _monomer(group, dictionary)]
 
 
 def _free_name(asym: str, k: int, taken: dict[str, list[Group]]) -> str:
@@ -241,7 +250,7 @@ def _places(
 
 
 def _renumbered(members: list[Group]) -> list[int]:
-    numbers = [int(g.auth_seq) if re.fullmatch(r"-?\d+", g.auth_seq) else None for g in members]
+    numbers = [residue_number(group.auth_seq) for group in members]
     known = [number for number in numbers if number is not None]
     if len(known) == len(numbers) and all(a < b for a, b in zip(known, known[1:], strict=False)):
         return [number - known[0] + 1 for number in known]

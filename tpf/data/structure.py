@@ -1,7 +1,7 @@
-"""The working record between a parsed file and ``Tables``: observed atoms, residues, chains.
+"""The working record between a parsed file and ``Tables``: the atoms, residues and chains listed.
 
-Atoms need not be in any order inside a residue, and nothing unresolved is present; the sequence of
-a polymer, which knows the unresolved residues, lies in its ``Chain``.
+Atoms need not be in any order inside a residue. Unresolved residues are not present unless the file
+lists their atoms; the sequence of a polymer, which knows them, lies in its ``Chain``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """Observed atoms of one model; index letters as in ``Tables``, L links."""
+    """Listed atoms of one model; index letters as in ``Tables``, L links."""
 
     id: str
     method: str
@@ -56,9 +56,9 @@ class Structure:
     atom_name: NDArray[np.str_]
     element: NDArray[np.int32]
     pos: NDArray[np.float64]
-    """[A, 3] Angstrom, finite."""
+    """[A, 3] Angstrom; NaN where the file has none."""
     occupancy: NDArray[np.float32]
-    """[A] above 0."""
+    """[A] 0..1; an atom of occupancy 0 is unresolved, whatever its position."""
     b_factor: NDArray[np.float32]
     atom_residue: NDArray[np.int32]
     """[A] non-decreasing."""
@@ -75,6 +75,11 @@ class Structure:
     dative: NDArray[np.bool_]
     """[L] coordination of a metal."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def resolved(self) -> NDArray[np.bool_]:
+        """[A] whether the atom was seen."""
+        return (self.occupancy > 0) & np.isfinite(self.pos).all(axis=1)
 
     @property
     def atom_chain(self) -> NDArray[np.int32]:

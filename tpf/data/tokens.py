@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data import chem
-from tpf.data.tables import Tables, Tokens
+from tpf.data.tables import LIGAND, Tables, Tokens
 from tpf.errors import DataError
-
-_BACKBONE_LINKS = (frozenset(("C", "N")), frozenset(("O3'", "P")))
 
 
 def atomized_residues(tables: Tables) -> NDArray[np.bool_]:
@@ -21,12 +19,22 @@ def atomized_residues(tables: Tables) -> NDArray[np.bool_]:
     atomized = ~tables.res_standard
     residues = tables.atom_residue[tables.bonds]
     for pair in tables.bonds[residues[:, 0] != residues[:, 1]]:
-        names = frozenset(tables.atom_name[pair].tolist())
         first, second = tables.atom_residue[pair]
-        along = tables.res_chain[first] == tables.res_chain[second]
-        if not (along and second == first + 1 and names in _BACKBONE_LINKS):
+        if not _along_backbone(tables, int(first), int(second), tables.atom_name[pair].tolist()):
             atomized[[first, second]] = True
     return atomized
+
+
+def _along_backbone(tables: Tables, first: int, second: int, names: list[str]) -> bool:
+    """Return whether a bond joins neighbours of a chain by their main chain.
+
+    Only the names of standard residues count: a chromophore may call its nitrogen N1.
+    """
+    if second != first + 1 or tables.res_chain[first] != tables.res_chain[second]:
+        return False
+    left = not tables.res_standard[first] or names[0] in ("C", "O3'")
+    right = not tables.res_standard[second] or names[1] in ("N", "P")
+    return left and right and bool(tables.chain_type[tables.res_chain[first]] != LIGAND)
 
 
 def tokenize(tables: Tables) -> Tokens:

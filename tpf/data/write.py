@@ -191,8 +191,7 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
         "comp_id": [], "atom_id_1": [], "atom_id_2": [], "value_order": [],
         "pdbx_aromatic_flag": [],
     }  # fmt: skip
-    codes, first = np.unique(tables.res_name, return_index=True)
-    for code, r in zip(codes.tolist(), first.tolist(), strict=True):
+    for code in np.unique(tables.res_name).tolist():
         known = dictionary.get(code)
         about["id"].append(code)
         about["name"].append(known.name if known is not None and known.name else None)
@@ -200,7 +199,7 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
             about["type"].append(_MONOMER_TYPE[chem.molecule_type(code)])
             continue
         about["type"].append(known.type if known is not None and known.type else "NON-POLYMER")
-        part = given.get(code) or component_of(tables, r)
+        part = given.get(code) or _fullest(tables, code)
         special = code in given or known is None or not _equal(part, known)
         xyz = part.ideal if np.isfinite(part.ideal).any() else part.model
         for i, name in enumerate(part.atom_names.tolist()):
@@ -220,18 +219,24 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
     return {"chem_comp": about, "chem_comp_atom": atoms, "chem_comp_bond": bonds}
 
 
+def _fullest(tables: Tables, code: str) -> Component:
+    """Return the component as shown by the residue with the most bonds (stretched ones are cut)."""
+    parts = [component_of(tables, int(r)) for r in np.flatnonzero(tables.res_name == code)]
+    return max(parts, key=lambda part: len(part.bonds))
+
+
 def _equal(part: Component, known: Component) -> bool:
+    """Return whether a residue shows the known definition, but for bonds that were stretched."""
     orders = np.where(known.bond_aromatic, 4, known.bond_orders)
-    return (
-        np.array_equal(part.atom_names, known.atom_names)
-        and np.array_equal(part.bonds, known.bonds)
-        and np.array_equal(part.bond_orders, orders)
-    )
+    shown = np.column_stack([part.bonds, part.bond_orders]).tolist()
+    defined = np.column_stack([known.bonds, orders]).tolist()
+    names_equal = np.array_equal(part.atom_names, known.atom_names)
+    return names_equal and set(map(tuple, shown)) <= set(map(tuple, defined))
 
 
-def _links(tables: Tables) -> _Columns:
+def _cross_links(tables: Tables) -> list[tuple[int, int]]:
     """Return the bonds between residues that are not those along a polymer."""
-    rows: list[list[str | None]] = []
+    found = []
     residues = tables.atom_residue[tables.bonds]
     for i, j in tables.bonds[residues[:, 0] != residues[:, 1]].tolist():
         left, right = int(tables.atom_residue[i]), int(tables.atom_residue[j])
@@ -240,7 +245,15 @@ def _links(tables: Tables) -> _Columns:
         polymer = tables.chain_type[tables.res_chain[left]] != LIGAND
         if same and polymer and right == left + 1 and names in ({"C", "N"}, {"O3'", "P"}):
             continue
-        rows.append([f"covale{len(rows) + 1}", "covale", *_end(tables, i), *_end(tables, j)])
+        found.append((i, j))
+    return found
+
+
+def _links(tables: Tables) -> _Columns:
+    rows = [
+        [f"covale{k + 1}", "covale", *_end(tables, i), *_end(tables, j)]
+        for k, (i, j) in enumerate(_cross_links(tables))
+    ]
     names_of = [
         "label_asym_id", "label_comp_id", "label_seq_id", "label_atom_id", "auth_asym_id",
         "auth_seq_id", "PDB_ins_code", "symmetry",
@@ -270,13 +283,24 @@ def _end(tables: Tables, atom: int) -> list[str | None]:
     ]
 
 
+def _texts(values: NDArray[np.float32]) -> list[str | None]:
+    return [None if text == "nan" else text for text in values.astype(np.str_).tolist()]
+
+
 def _atoms(
     tables: Tables,
     pos: NDArray[np.float32],
     occupancy: NDArray[np.float32],
     b_factor: NDArray[np.float32],
 ) -> _Columns:
-    shown = np.flatnonzero(np.isfinite(pos).all(axis=1))
+    # unresolved ligands and ends of links are listed all the same, else readers would miss them
+    finite = np.isfinite(pos).all(axis=1)
+    ligand = tables.chain_type[tables.res_chain] == LIGAND
+    seen = np.bincount(tables.atom_residue, weights=finite, minlength=len(tables.res_name)) > 0
+    needed = (ligand & ~seen)[tables.atom_residue]
+    needed[[atom for pair in _cross_links(tables) for atom in pair]] = True
+    shown = np.flatnonzero(finite | needed)
+    occupancy = np.where(finite, occupancy, 0).astype(np.float32)
     residue = tables.atom_residue[shown]
     chain = tables.res_chain[residue]
     polymer = tables.chain_type[chain] != LIGAND
@@ -296,9 +320,9 @@ def _atoms(
         "label_seq_id": [s if p else False for s, p in zip(seq.tolist(), polymer, strict=True)],
         "pdbx_PDB_ins_code": [authors[r][1] for r in residue.tolist()],
         # float32 as text is the shortest that reads back to the same number
-        "Cartn_x": pos[shown, 0].astype(np.str_).tolist(),
-        "Cartn_y": pos[shown, 1].astype(np.str_).tolist(),
-        "Cartn_z": pos[shown, 2].astype(np.str_).tolist(),
+        "Cartn_x": _texts(pos[shown, 0]),
+        "Cartn_y": _texts(pos[shown, 1]),
+        "Cartn_z": _texts(pos[shown, 2]),
         "occupancy": occupancy[shown].astype(np.str_).tolist(),
         "B_iso_or_equiv": b_factor[shown].astype(np.str_).tolist(),
         "auth_seq_id": [authors[r][0] for r in residue.tolist()],

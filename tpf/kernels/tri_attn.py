@@ -37,7 +37,9 @@ FORWARD_TILES = {
     (64, False): ForwardTile(1, 4),
     (64, True): ForwardTile(1, 4),
 }
-"""By (head width, masked); with an FP32 bias one stage less fits."""
+"""By (head width, masked)."""
+FP32_BIAS_STAGES = {16: 3, 32: 3, 64: 4}
+"""Ring stages by head width when the bias tiles are FP32 and twice as large."""
 
 _I32, _I64, _F32, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _PackParams = tma.params_type(
@@ -143,7 +145,7 @@ def forward_defines(
     return {
         "HEAD_DIM": width,
         "GROUP": tile.group,
-        "STAGES": tile.stages - fp32_bias,
+        "STAGES": FP32_BIAS_STAGES[width] if fp32_bias else tile.stages,
         "BIAS_F32": int(fp32_bias),
         "HAS_MASK": int(masked),
         "SAVE_RESIDUAL": int(save_residual),

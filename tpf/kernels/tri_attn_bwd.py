@@ -44,9 +44,9 @@ class _MainParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("row_fold", "key_fold", "bias_s", "bias_st")),
         ("dbias_partial", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("tokens", "tiles", "blocks", "heads", "outer")),
-        *((name, ctypes.c_int) for name in ("batch", "groups", "group", "jobs")),
+        *((name, ctypes.c_int) for name in ("batch", "groups", "group", "jobs", "first_group")),
         *((name, ctypes.c_float) for name in ("scale", "scale2")),
-        ("reserved", ctypes.c_uint32 * 11),
+        ("reserved", ctypes.c_uint32 * 10),
     ]
 
 
@@ -154,7 +154,7 @@ def variants(problem: Problem) -> dict[str, dict[str, int]]:
     }
     main = ("tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias")
     found = {
-        name: {**shared, "TPF_STAGES": shared_bytes(name, problem)[0], "TPF_SPLIT": 1}
+        name: {**shared, "TPF_STAGES": shared_bytes(name, problem)[0], "TPF_SPLIT": 1, "TPF_TURNS": 0, "TPF_FRAGMENTS": int(problem.width < 64)}
         for name in main
     }
     vector = int(problem.head_dim == problem.width)
@@ -218,9 +218,7 @@ class _Call:
         self.key_fold = fold(b * o * p.padded * FOLD_BYTES)
         self.bias_s, self.bias_st = fold(bias_bytes), fold(bias_bytes)
         self.chunks, self.chunk = choose_chunks(p, self.multiprocessors)
-        self.partial = q.new_empty(
-            self.chunks * p.bias_tiles * TILE * TILE, dtype=torch.float32
-        )
+        self.partial = q.new_empty(self.chunks * p.bias_tiles * TILE * TILE, dtype=torch.float32)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], params: ctypes.Structure, shared: int = 0
@@ -260,7 +258,7 @@ class _Call:
             *maps, *(x.data_ptr() for x in (self.row_fold, self.key_fold)),
             self.bias_s.data_ptr(), self.bias_st.data_ptr(), self.partial.data_ptr(),
             p.tokens, p.padded // TILE, p.blocks, p.heads, p.outer, p.batch,
-            0, 0, 0, self.scale, self.scale2,
+            0, 0, 0, 0, self.scale, self.scale2,
         )  # fmt: skip
 
     def main(self, name: str, params: _MainParams) -> None:

@@ -30,9 +30,12 @@ PAIR_ERROR_RANGE = (0.0, 32.0)
 
 
 def nearest_bin(value: Tensor, low: float, high: float, n_bins: int) -> Tensor:
-    """Return the bin of [low, high] whose centre is nearest; values outside take an end bin."""
+    """Return the bin of [low, high] whose centre is nearest; values outside take an end bin.
+
+    NaN takes some valid bin: the loss is then NaN by its logits, not an index error.
+    """
     width = (high - low) / n_bins
-    return ((value - low) / width).floor().clamp(0, n_bins - 1).long()
+    return ((value - low) / width).floor().long().clamp(0, n_bins - 1)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
