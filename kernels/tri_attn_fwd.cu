@@ -61,27 +61,18 @@ DEV Item item_at(const Params& p, int index) {
   return it;
 }
 
-// Position in the ring of stages.
-struct Ring {
-  int stage;
-  u32 phase;
-  DEV void next(Ring& r) {
-    if (++r.stage == STAGES) {
-      r.stage = 0;
-      r.phase ^= 1;
-    }
-  }
-};
-
+// Addresses in shared memory. Matrix tiles are addressed by the low word of their descriptor, in
+// units of 16 bytes.
 struct Shared {
-  u32 stages, q, words, full, empty, q_full, q_empty;
+  u32 stages, q, items, full, empty, q_full, q_empty, words;
   u32 words_bytes;  // of one slice
 
   DEV Shared at(u32 base, const Params& p) {
     Shared s;
     s.stages = base;
     s.q = s.stages + STAGES * STAGE;
-    s.full = s.q + 2 * GROUP * Q_TILE;
+    s.items = s.q + 2 * GROUP * Q_TILE;
+    s.full = s.items + 32;
     s.empty = s.full + 8 * STAGES;
     s.q_full = s.empty + 8 * STAGES;
     s.q_empty = s.q_full + 16;
@@ -94,13 +85,14 @@ struct Shared {
 // ---------------------------------------------------------------------------------- producer
 
 DEV void produce(const Params& p, const Shared& s) {
-  Ring ring{0, 0};
-  int trip = 0;
+  int stage = 0, trip = 0;
+  u32 phase = 1;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++trip) {
     const Item it = item_at(p, index);
     const int buffer = trip & 1;
     const u32 q_bar = s.q_full + 8 * buffer;
     mbar_wait_idle(s.q_empty + 8 * buffer, (trip >> 1 & 1) ^ 1);
+    sts128(s.items + 16 * buffer, make_uint4(it.b, it.h, it.o, it.q));
     mbar_expect(q_bar, GROUP * Q_TILE + (HAS_MASK ? GROUP * s.words_bytes : 0));
     tma_load(s.q + buffer * GROUP * Q_TILE, &p.q, q_bar, 0, it.q, it.h, it.o, it.b);
     if (HAS_MASK) {
@@ -113,20 +105,36 @@ DEV void produce(const Params& p, const Shared& s) {
     const char* bias = p.bias_tiles + it.b * p.bias_batch +
                        (static_cast<i64>(it.h) * p.bias_key_tiles * p.query_tiles +
                         it.q / ROWS) * BIAS_TILE;
-    for (int t = 0; t < p.key_tiles; ++t, Ring::next(ring)) {
-      const u32 k = s.stages + ring.stage * STAGE, v = k + GROUP * KV_TILE;
-      const u32 bar = s.full + 8 * ring.stage;
-      mbar_wait_idle(s.empty + 8 * ring.stage, ring.phase ^ 1);
+    for (int t = 0; t < p.key_tiles; ++t) {
+      const u32 k = s.stages + stage * STAGE, v = k + GROUP * KV_TILE, bar = s.full + 8 * stage;
+      mbar_wait_idle(s.empty + 8 * stage, phase);
       mbar_expect(bar, STAGE);
       tma_load(k, &p.k, bar, 0, t * KEYS, it.h, it.o, it.b);
       tma_load(v, &p.v, bar, 0, t * KEYS, it.h, it.o, it.b);
-      bulk_load(v + GROUP * KV_TILE, bias + static_cast<i64>(t) * p.query_tiles * BIAS_TILE,
-                CONSUMERS * BIAS_TILE, bar);
+      bulk_load(v + GROUP * KV_TILE, bias, CONSUMERS * BIAS_TILE, bar);
+      bias += static_cast<i64>(p.query_tiles) * BIAS_TILE;
+      if (++stage == STAGES) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
   }
 }
 
-// ---------------------------------------------------------------------------------- consumer
+// ------------------------------------------------------------------------- pieces of a consumer
+
+// A stage of the ring: its first tile (descriptor word), its full barrier and that one's parity.
+struct Ring {
+  u32 tile, bar, phase;
+
+  DEV Ring first(const Shared& s) { return {Smem::word(s.stages), s.full, 0}; }
+  DEV Ring after(Ring r, const Shared& s) {
+    r.tile += STAGE >> 4;
+    r.bar += 8;
+    if (r.bar == s.empty) r = {Smem::word(s.stages), s.full, r.phase ^ 1};
+    return r;
+  }
+};
 
 // Running softmax state of one slice; index 0 and 1 are the two rows of a thread.
 struct Rows {
@@ -138,8 +146,7 @@ struct Shift {
   float minus[2], factor[2];
 };
 
-DEV void load_bias(float (&bias)[32], u32 tile) {
-  const u32 at = tile + 16 * (threadIdx.x % 128);
+DEV void load_bias(float (&bias)[32], u32 at) {
 #if BIAS_F32
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
@@ -175,19 +182,18 @@ DEV void apply_mask(float (&s)[32], u64 word, int lane) {
 }
 
 DEV void issue_scores(float (&s)[32], u32 q_tile, u32 k_tile) {
-  const u64 q = Smem::desc(q_tile), k = Smem::desc(k_tile);
 #pragma unroll
   for (int c = 0; c < HEAD_DIM / 16; ++c) {
-    wgmma_ss<0, 0>(s, q + c * Smem::STEP_COLS, k + c * Smem::STEP_COLS, c > 0);
+    wgmma_ss<0, 0>(s, Smem::desc_of(q_tile + c * Smem::STEP_COLS),
+                   Smem::desc_of(k_tile + c * Smem::STEP_COLS), c > 0);
   }
 }
 
 DEV void issue_output(float (&o)[NO], const u32 (&p)[16], u32 v_tile, bool accumulate) {
-  const u64 v = Smem::desc(v_tile);
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    wgmma_rs<1>(o, p[4 * c], p[4 * c + 1], p[4 * c + 2], p[4 * c + 3], v + c * Smem::STEP_ROWS,
-                c > 0 || accumulate);
+    wgmma_rs<1>(o, p[4 * c], p[4 * c + 1], p[4 * c + 2], p[4 * c + 3],
+                Smem::desc_of(v_tile + c * Smem::STEP_ROWS), c > 0 || accumulate);
   }
 }
 
@@ -205,177 +211,207 @@ DEV Shift new_shift(Rows& rows, float top0, float top1) {
   return shift;
 }
 
-DEV void rescale(float (&o)[NO], const Shift& shift) {
+DEV void rescale(float (&o)[NO], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < NO; ++i) o[i] *= shift.factor[i >> 1 & 1];
+  for (int i = 0; i < NO; ++i) o[i] *= factor[i >> 1 & 1];
 }
 
-// Writes 8 columns of one row from 16 bytes; columns past d do not exist.
-DEV void store_row(u16* at, uint4 w, int column, int d) {
-  if (column + 8 <= d && d % 8 == 0) {
-    *reinterpret_cast<uint4*>(at + column) = w;
-    return;
-  }
-  const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (column + j < d) at[column + j] = static_cast<u16>(words[j / 2] >> (16 * (j & 1)));
-  }
-}
+// ----------------------------------------------------------------------------------- results
 
-// Stores a fragment as bf16 rows; the lanes of a quad first trade words so that each holds 8
-// neighbouring columns. base points to (row 0 of the warpgroup's tile, column 0).
-DEV void store_tile(u16* base, i64 row_stride, const float (&o)[NO], int row, int rows_left, int d,
+// Stores a fragment as bf16 rows. The lanes of a quad first trade words, so that each holds 8
+// neighbouring columns: of both its rows for HEAD_DIM >= 32, of one of them for 16. line points to
+// column 0 of the thread's first row; the second lies 8 rows on; d columns exist.
+template <bool Whole>
+DEV void store_tile(u16* line, i64 row_stride, const float (&o)[NO], int rows_left, int d,
                     int lane) {
-  constexpr int PER_ROW = HEAD_DIM >= 32 ? 4 : 2;  // 8-column blocks of one row in a transpose
+  constexpr int PER_ROW = HEAD_DIM >= 32 ? 4 : 2;  // 8-column blocks of one row in a trade
 #pragma unroll
   for (int part = 0; part < NO / 8; ++part) {
     u32 w[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int flat = 4 * part + j;  // (block group, row half, block in the group)
-      const int half = flat / PER_ROW % 2;
+      const int flat = 4 * part + j;  // (block group, row, block in the group)
+      const int second = flat / PER_ROW % 2;
       const int block = flat / PER_ROW / 2 * PER_ROW + flat % PER_ROW;
-      w[j] = pack_bf16(o[4 * block + 2 * half], o[4 * block + 2 * half + 1]);
+      w[j] = pack_bf16(o[4 * block + 2 * second], o[4 * block + 2 * second + 1]);
     }
     quad_transpose(w, lane);
     const int flat = 4 * part + lane % 4;
-    const int r = row + 8 * (flat / PER_ROW % 2);
+    const int second = flat / PER_ROW % 2;
     const int block = flat / PER_ROW / 2 * PER_ROW + flat % PER_ROW;
-    if (r < rows_left) {
-      store_row(base + r * row_stride, make_uint4(w[0], w[1], w[2], w[3]), 8 * block, d);
+    u16* at = line + second * 8 * row_stride + 8 * block;
+    if (8 * second >= rows_left) continue;
+    if (Whole || (8 * block + 8 <= d && d % 8 == 0)) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (8 * block + j < d) at[j] = static_cast<u16>(w[j / 2] >> (16 * (j & 1)));
+      }
     }
   }
 }
 
-// Normalises and writes O, its residual and the log-sums of one slice.
-DEV void finish(const Params& p, const Item& it, int o_index, int q0, float (&o)[NO],
-                const Rows& rows, int lane, int warp) {
-  const int row = 16 * warp + lane / 4;
-  const int rows_left = p.n - q0;
-  const i64 slice = static_cast<i64>(it.b) * p.outer + o_index;
-  float inverse[2];
+DEV void store_rows(const Params& p, u16* line, const float (&o)[NO], int rows_left, int lane) {
+  const i64 stride = static_cast<i64>(p.heads) * p.d;
+  if (p.d == HEAD_DIM) {
+    store_tile<true>(line, stride, o, rows_left, HEAD_DIM, lane);
+  } else {
+    store_tile<false>(line, stride, o, rows_left, p.d, lane);
+  }
+}
+
+// Writes the log-sums of a slice whose last exponentials are done; returns the factors 1 / sum.
+DEV void seal(const Params& p, u32 item, int g, const Rows& rows, int row, int lane,
+              float (&inverse)[2]) {
+  const uint4 it = lds128(item);  // b, h, o, q
+  const int first = it.w + row;
+  float lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(rows.sum[r]);
-    inverse[r] = sum > 0.f ? 1.f / sum : 0.f;
-    if (lane % 4 == 0 && row + 8 * r < rows_left) {
-      p.lse[(slice * p.heads + it.h) * p.n + q0 + row + 8 * r] =
-          sum > 0.f ? fmaf(rows.top[r], LOG2E, lg2(sum)) : INF;
-    }
+    const bool some = sum > 0.f;
+    inverse[r] = some ? rcp(sum) : 0.f;
+    lse[r] = some ? fmaf(rows.top[r], LOG2E, lg2(sum)) : INF;
   }
-#pragma unroll
-  for (int i = 0; i < NO; ++i) {
-    const float factor = inverse[i >> 1 & 1];
-    o[i] = factor > 0.f ? o[i] * factor : 0.f;
+  const i64 slice = static_cast<i64>(it.x) * p.outer + it.z + g;
+  float* at = p.lse + (slice * p.heads + it.y) * p.n + first;
+  if (lane % 4 == 0 && static_cast<int>(it.z) + g < p.outer) {
+    if (first < p.n) at[0] = lse[0];
+    if (first + 8 < p.n) at[8] = lse[1];
   }
-  const i64 stride = static_cast<i64>(p.heads) * p.d;
-  const i64 first = (slice * p.n + q0) * stride + it.h * p.d;
-  store_tile(p.out + first, stride, o, row, rows_left, p.d, lane);
+}
+
+// Normalises and writes O of a slice, and its residual.
+DEV void finish(const Params& p, u32 item, int g, float (&o)[NO], const float (&inverse)[2],
+                int row, int lane) {
+  const uint4 it = lds128(item);
+  if (static_cast<int>(it.z) + g >= p.outer) return;
+  const int first = it.w + row;
+  rescale(o, inverse);
+  const i64 slice = static_cast<i64>(it.x) * p.outer + it.z + g;
+  const i64 at = ((slice * p.n + first) * p.heads + it.y) * p.d;
+  store_rows(p, p.out + at, o, p.n - first, lane);
 #if SAVE_RESIDUAL
 #pragma unroll
-  for (int i = 0; i < NO; ++i) o[i] -= bf16_lo(to_bf16(o[i]));
-  store_tile(p.residual + first, stride, o, row, rows_left, p.d, lane);
+  for (int i = 0; i < NO; i += 2) {
+    const u32 w = pack_bf16(o[i], o[i + 1]);
+    o[i] -= bf16_lo(w);
+    o[i + 1] -= bf16_hi(w);
+  }
+  store_rows(p, p.residual + at, o, p.n - first, lane);
 #endif
 }
 
+// ---------------------------------------------------------------------------------- consumer
+
 DEV void consume(const Params& p, const Shared& s, int group) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  Ring ring{0, 0};  // of tile t
-  int trip = 0;
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++trip) {
-    const Item it = item_at(p, index);
-    const int buffer = trip & 1;
-    const u32 q_tiles = s.q + buffer * GROUP * Q_TILE + group * ROWS * ROW_BYTES;
-    const u32 words = s.words + buffer * GROUP * s.words_bytes;
-    const int last = p.key_tiles - 1;
+  const int lane = threadIdx.x % 32;
+  const int row = group * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int last = p.key_tiles - 1;
+  const u32 bias_at = 2 * GROUP * KV_TILE + group * BIAS_TILE + 16 * (threadIdx.x % 128);
+  const u32 q_word = Smem::word(s.q + group * ROWS * ROW_BYTES);
 
-    float score[2][32], x[32], bias[32], out[GROUP][NO];
-    u32 prob[2][16];
-    Rows rows[GROUP];
-    Shift now, before;  // of jobs j and j-1
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        rows[g].top[r] = -INF;
-        rows[g].sum[r] = 0.f;
-      }
+  float score[2][32], x[32], bias[32], out[GROUP][NO];
+  u32 prob[2][16];
+  Rows rows[GROUP];
+  Shift now, before;                          // of jobs j and j-1
+  float inverse[2] = {0.f, 0.f};              // 1 / sum of the last sealed slice
+  int buffer = 0;                             // Q, words and coordinates of the item of job j
+  u32 q_phases = 0;                           // bit b: parity to wait for in buffer b
+
+  auto load_bias_of = [&](const Ring& r) { load_bias(bias, Smem::address(r.tile) + bias_at); };
+  auto mask_scores = [&](float(&v)[32], int which, int tile, int g) {
+    if (HAS_MASK) {
+      const u64 word = lds64(s.words + (which * GROUP + g) * s.words_bytes + 8 * tile);
+      if (word != ~0ull) apply_mask(v, word, lane);
     }
+  };
+  auto wait_q = [&](int which) {
+    mbar_wait(s.q_full + 8 * which, q_phases >> which & 1);
+    q_phases ^= 1u << which;
+  };
 
-    // Tiles t-1, t, t+1 and t+2 in the ring; past the end they stay on the last tile, whose extra
-    // products and maxima change nothing.
-    Ring previous = ring, current = ring, second = ring;
-    auto advance = [&](Ring& r, int tile) {
-      if (tile <= last) Ring::next(r);
-    };
-    auto k_tile = [&](const Ring& r, int g) { return s.stages + r.stage * STAGE + g * KV_TILE; };
-    auto v_tile = [&](const Ring& r, int g) { return k_tile(r, GROUP + g); };
-    auto bias_tile = [&](const Ring& r) { return v_tile(r, GROUP) + group * BIAS_TILE; };
-    auto wait_full = [&](const Ring& r) { mbar_wait(s.full + 8 * r.stage, r.phase); };
-    auto mask_scores = [&](float(&v)[32], int tile, int g) {
-      if (HAS_MASK) {
-        const u64 word = lds64(words + g * s.words_bytes + 8 * min(tile, last));
-        if (word != ~0ull) apply_mask(v, word, lane);
-      }
-    };
-
-    // Jobs 0 and 1: products, then the scores of job 0.
-    mbar_wait(s.q_full + 8 * buffer, trip >> 1 & 1);
-    wait_full(current);
-    if (GROUP == 1) {
-      advance(second, 1);
-      wait_full(second);
-    }
-    wgmma_fence();
-    issue_scores(score[0], q_tiles, k_tile(current, 0));
-    issue_scores(score[1], q_tiles + (GROUP > 1) * Q_TILE, k_tile(second, GROUP > 1));
-    wgmma_commit();
-    load_bias(bias, bias_tile(current));
-    wgmma_wait<0>();
-    wgmma_pin(score[0]);
-    wgmma_pin(score[1]);
-    mask_scores(score[0], 0, 0);
-    float top[2] = {-INF, -INF};
+  // Jobs 0 and 1 of the first item: products, then the scores of job 0.
+  Ring previous = Ring::first(s), current = previous, following = previous;
+  wait_q(0);
+  mbar_wait(current.bar, current.phase);
+  if (GROUP == 1) {
+    following = Ring::after(current, s);
+    mbar_wait(following.bar, following.phase);
+  }
+  Ring second = following;  // the tile of job j+2
+  u32 q_tiles = q_word;     // Q of job j+2
+  wgmma_fence();
+  issue_scores(score[0], q_tiles, current.tile);
+  issue_scores(score[1], q_tiles + (GROUP > 1) * (Q_TILE >> 4),
+               GROUP > 1 ? current.tile + (KV_TILE >> 4) : following.tile);
+  wgmma_commit();
+  load_bias_of(current);
+  wgmma_wait<0>();
+  wgmma_pin(score[0]);
+  wgmma_pin(score[1]);
+  mask_scores(score[0], 0, 0, 0);
+  float top[2] = {-INF, -INF};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      x[i] = fmaf(score[0][i], p.scale, bias[i]);
-      top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], x[i]);
-    }
-    now = new_shift(rows[0], top[0], top[1]);
-    before = now;
+  for (int i = 0; i < 32; ++i) {
+    x[i] = fmaf(score[0][i], p.scale, bias[i]);
+    top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], x[i]);
+  }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) prob[1][i] = 0;  // job -1
+  for (int r = 0; r < 2; ++r) {
+    rows[0].top[r] = -INF;
+    rows[0].sum[r] = 0.f;
+  }
+  now = new_shift(rows[0], top[0], top[1]);
+  before = now;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) prob[1][i] = 0;  // job -1
 
-    for (int trip_tile = 0; trip_tile <= last; trip_tile += UNROLL) {
+  bool first_item = true;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const bool last_item = index + static_cast<int>(gridDim.x) >= p.items;
+    for (int trip = 0; trip <= last; trip += UNROLL) {
 #pragma unroll
       for (int j = 0; j < UNROLL * GROUP; ++j) {
-        const int t = trip_tile + j / GROUP, g = j % GROUP, turn = j & 1;
+        const int t = trip + j / GROUP, g = j % GROUP, turn = j & 1;
         const int g_before = (g + GROUP - 1) % GROUP, g_next = (g + 1) % GROUP;
         const int g_second = (g + 2) % GROUP;
+        const bool crosses = t == last && !last_item;  // the next tile is the next item's first
+
+        // Find the tile of job j+2; past the end of all work it stays, and changes nothing.
+        if (g_second == 0) {
+          const int tile = t + (g + 2) / GROUP;
+          second = GROUP == 1 ? following : current;
+          if (tile <= last || !last_item) second = Ring::after(second, s);
+          if (tile == last + 1 && !last_item) {
+            wait_q(buffer ^ 1);
+            q_tiles = q_word + (buffer ^ 1) * (GROUP * Q_TILE >> 4);
+          }
+          mbar_wait(second.bar, second.phase);
+          if (GROUP > 1) following = second;
+        }
 
         // Tensor cores: the output of job j-1 and the scores of job j+2.
-        if (g_second == 0) {
-          advance(second, t + (g + 2) / GROUP);
-          wait_full(second);
-        }
-        rescale(out[g_before], before);
+        rescale(out[g_before], before.factor);
         wgmma_pin(out[g_before]);
         wgmma_pin(prob[turn ^ 1]);
         wgmma_fence();
-        issue_output(out[g_before], prob[turn ^ 1], v_tile(g == 0 ? previous : current, g_before),
-                     g == 0 ? t > 1 : t > 0);
-        issue_scores(score[turn], q_tiles + g_second * Q_TILE, k_tile(second, g_second));
+        issue_output(out[g_before], prob[turn ^ 1],
+                     (g == 0 ? previous : current).tile + (GROUP + g_before) * (KV_TILE >> 4),
+                     g > 0 ? t > 0 : t == 0 ? last > 0 : t > 1);
+        issue_scores(score[turn], q_tiles + g_second * (Q_TILE >> 4),
+                     (g + 2 < GROUP ? current : second).tile + g_second * (KV_TILE >> 4));
         wgmma_commit();
 
         // Exponentials of job j beside the scores of job j+1.
-        Ring following = current;
-        advance(following, t + 1);
-        if (g_next == 0) load_bias(bias, bias_tile(following));
-        mask_scores(score[turn ^ 1], t + (g + 1) / GROUP, g_next);
+        if (g_next == 0) load_bias_of(following);
+        mask_scores(score[turn ^ 1], g_next == 0 && crosses ? buffer ^ 1 : buffer,
+                    g_next > 0 ? t : t < last ? t + 1 : last_item ? last : 0, g_next);
         float sum[2] = {0.f, 0.f};
-        top[0] = rows[g_next].top[0];
-        top[1] = rows[g_next].top[1];
+        const bool fresh = g_next == 0 ? t == last : t == 0;  // first job of its slice
+        top[0] = fresh ? -INF : rows[g_next].top[0];
+        top[1] = fresh ? -INF : rows[g_next].top[1];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int r = i & 1;
@@ -387,8 +423,18 @@ DEV void consume(const Params& p, const Shared& s, int group) {
           sum[r] += p0 + p1;
           prob[turn][i] = pack_bf16(p0, p1);
         }
-        rows[g].sum[0] = fmaf(rows[g].sum[0], now.factor[0], sum[0]);
-        rows[g].sum[1] = fmaf(rows[g].sum[1], now.factor[1], sum[1]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          rows[g].sum[r] = fmaf(rows[g].sum[r], now.factor[r], sum[r]);
+        }
+        const Rows complete = rows[g];
+        if (fresh) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            rows[g_next].top[r] = -INF;
+            rows[g_next].sum[r] = 0.f;
+          }
+        }
         before = now;
         now = new_shift(rows[g_next], top[0], top[1]);
 
@@ -397,34 +443,36 @@ DEV void consume(const Params& p, const Shared& s, int group) {
         wgmma_wait<0>();
         wgmma_pin(out[g_before]);
         wgmma_pin(score[turn]);
-        if (g == 0 && t > 0 && lane == 0) mbar_arrive(s.empty + 8 * previous.stage);
+        if (g == 0) {
+          const bool started = t > 0 || !first_item;
+          if (started && lane == 0) mbar_arrive(previous.bar + 8 * STAGES);
+          if (t == 0 && !first_item) {
+            finish(p, s.items + 16 * (buffer ^ 1), g_before, out[g_before], inverse, row, lane);
+            if (lane == 0) mbar_arrive(s.q_empty + 8 * (buffer ^ 1));
+          }
+        } else if (t == last) {
+          finish(p, s.items + 16 * buffer, g_before, out[g_before], inverse, row, lane);
+        }
+        if (t == last) seal(p, s.items + 16 * buffer, g, complete, row, lane, inverse);
         if (g == GROUP - 1) {
           previous = current;
           current = following;
+          if (GROUP == 1) following = second;
         }
       }
     }
-
-    rescale(out[GROUP - 1], before);
-    wgmma_pin(out[GROUP - 1]);
-    wgmma_fence();
-    issue_output(out[GROUP - 1], prob[1], v_tile(previous, GROUP - 1), p.key_tiles > 1);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(out[GROUP - 1]);
-    if (lane == 0) {
-      mbar_arrive(s.empty + 8 * previous.stage);
-      mbar_arrive(s.q_empty + 8 * buffer);
-    }
-    ring = previous;
-    Ring::next(ring);
-
-    const int q0 = it.q + group * ROWS;
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-      if (it.o + g < p.outer) finish(p, it, it.o + g, q0, out[g], rows[g], lane, warp);
-    }
+    first_item = false;
+    buffer ^= 1;
   }
+
+  rescale(out[GROUP - 1], before.factor);
+  wgmma_pin(out[GROUP - 1]);
+  wgmma_fence();
+  issue_output(out[GROUP - 1], prob[1], previous.tile + (2 * GROUP - 1) * (KV_TILE >> 4), last > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_pin(out[GROUP - 1]);
+  finish(p, s.items + 16 * (buffer ^ 1), GROUP - 1, out[GROUP - 1], inverse, row, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
@@ -444,11 +492,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     mbar_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
+  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform for the compiler
+  if (role == 0) {
     reg_dealloc<24>();
     if (threadIdx.x == 0) produce(p, s);
   } else {
     reg_alloc<240>();
-    consume(p, s, threadIdx.x / 128 - 1);
+    consume(p, s, role - 1);
   }
 }

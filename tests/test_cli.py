@@ -79,7 +79,7 @@ def test_help_texts_are_documented() -> None:
         (["train", "--resume", "nothing"], 2, "--resume nothing: not a run folder"),
         (["train", "--replay", "nothing"], 2, "--replay nothing: no such file"),
         (["validate", "nothing"], 2, "nothing: no such file or folder"),
-        (["score", "a.cif", "b.cif"], 2, "a.cif"),
+        (["score", "a.cif", "b.cif"], 2, "a.cif: no such file"),
     ],
 )
 def test_wrong_input_is_one_sentence(
@@ -92,7 +92,7 @@ def test_wrong_input_is_one_sentence(
 
 def test_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no file ending in" in one_sentence(tpf("train", "--data", "empty", cwd=tmp_path), 2)
+    assert "no structure files" in one_sentence(tpf("train", "--data", "empty", cwd=tmp_path), 2)
 
 
 def test_folder_of_bad_files_names_the_reasons(tmp_path: Path) -> None:

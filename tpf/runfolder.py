@@ -54,6 +54,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise ``UsageError`` if something lies where a new run should go."""
+    if path.exists():
+        raise UsageError(
+            f"--out {path} exists; a run is never overwritten: choose another folder, "
+            f"or go on with --resume {path}"
+        )
+
+
 class RunFolder:
     """Files of one run below ``path`` (layout: spec of ``tpf train``)."""
 
@@ -63,11 +72,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
         """Make a new run folder; raise ``UsageError`` if it exists or cannot be written."""
-        if path.exists():
-            raise UsageError(
-                f"--out {path} exists; a run is never overwritten: choose another folder, "
-                f"or go on with --resume {path}"
-            )
+        refuse_existing(path)
         try:
             (path / "checkpoints").mkdir(parents=True)
             write_text(path / "config.yaml", to_yaml(config))

@@ -30,7 +30,7 @@ from tpf.metrics.schema import to_dict
 from tpf.model.model import Model
 from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
 from tpf.report.train import write_train_report
-from tpf.runfolder import RunFolder
+from tpf.runfolder import RunFolder, refuse_existing
 from tpf.step import Draws, draws, sample_loss
 from tpf.validate import validate_model
 
@@ -246,11 +246,14 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
             f"--batch-size {cfg.batch_size} does not divide over {world.size} ranks; "
             f"give a multiple of {world.size}"
         )
+    if not options.resume and world.is_main:
+        refuse_existing(options.out)
+    start = checkpoint.resolve(options.init) if options.init is not None else None
     entries = Entries(config.data)
-    clusters = read_clusters(config.data.clusters) if config.data.clusters else None
+    clusters = read_clusters(Path(config.data.clusters)) if config.data.clusters else None
     dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed, clusters=clusters)
     trainer = Trainer.build(config, world)
-    run = _open(trainer, options, display, world)
+    run = _open(trainer, options, start, display)
     if world.is_main:
         display.start(_facts(trainer, run, entries))
         for bad in entries.skipped:
@@ -270,7 +273,9 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     return summary
 
 
-def _open(trainer: Trainer, options: Options, display: Display, world: dist.World) -> RunFolder:
+def _open(trainer: Trainer, options: Options, start: Path | None, display: Display) -> RunFolder:
+    """Open the run to resume, or make the folder of a new one that starts from ``start``."""
+    world = trainer.world
     if options.resume:
         run = RunFolder.open(options.out)
         saved = checkpoint.load_last(run.path, display.message)
@@ -279,8 +284,8 @@ def _open(trainer: Trainer, options: Options, display: Display, world: dist.Worl
             run.truncate_log(saved.step)
             display.message(f"resuming {run.path} after step {saved.step}")
         return run
-    if options.init is not None:
-        saved = checkpoint.load(checkpoint.resolve(options.init))
+    if start is not None:
+        saved = checkpoint.load(start)
         checkpoint.load_weights(trainer.model, saved.ema, str(saved.path))
         trainer.ema = Ema(trainer.model, trainer.config.train.ema)
     run = RunFolder.create(options.out, trainer.config) if world.is_main else RunFolder(options.out)

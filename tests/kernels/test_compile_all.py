@@ -34,7 +34,7 @@ def check(binary: jit.Binary, registers: int) -> None:
 @pytest.mark.parametrize(("fp32_bias", "residual"), itertools.product([False, True], repeat=2))
 def test_forward(width: int, masked: bool, fp32_bias: bool, residual: bool) -> None:
     defines = tri_attn.forward_defines(width, fp32_bias, masked, residual)
-    threads = tri_attn.forward_threads(defines)
+    threads = tri_attn.FORWARD_THREADS
     check(jit.build("tri_attn_fwd", defines), 65536 // threads)
     assert tri_attn.forward_shared_bytes(defines, key_tiles=32) <= tri_attn.MAX_SHARED
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tpf.errors import UsageError
+
 
 def score(
     predicted: Annotated[Path, typer.Argument(help="Predicted structure (mmCIF).")],
@@ -15,6 +17,9 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score a predicted structure against a reference with the metrics of tpf validate."""
+    for path in (predicted, reference):
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file")
     from tpf.score import score_files
 
     result = score_files(predicted, reference)

@@ -51,8 +51,12 @@ def cluster_weights(
 
 def read_clusters(path: Path) -> dict[str, str]:
     """Read lines ``ENTRY_CHAIN CLUSTER`` (white space between); raise ``UsageError`` for others."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"data.clusters {path}: {error.strerror}") from error
     clusters: dict[str, str] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         fields = line.split()

@@ -29,6 +29,9 @@ class ForwardTile(NamedTuple):
     stages: int
 
 
+FORWARD_THREADS = 384
+"""One producer warpgroup and two consumers."""
+
 FORWARD_TILES = {
     (16, False): ForwardTile(4, 4),
     (16, True): ForwardTile(2, 4),
@@ -157,7 +160,7 @@ def forward_shared_bytes(defines: dict[str, int], key_tiles: int) -> int:
     row, group, stages = 2 * defines["HEAD_DIM"], defines["GROUP"], defines["STAGES"]
     stage = 2 * group * TILE * row + 2 * TILE * TILE * (4 if defines["BIAS_F32"] else 2)
     words = 2 * group * key_tiles * 8 if defines["HAS_MASK"] else 0
-    return stages * stage + 2 * group * QUERIES * row + 16 * stages + 32 + words
+    return stages * stage + 2 * group * QUERIES * row + 16 * stages + 64 + words
 
 
 def tri_attn_fwd(
@@ -197,9 +200,10 @@ def tri_attn_fwd(
         packed.batch_bytes, o, h, n, d, key_tiles, packed.key_tiles, packed.query_tiles,
         query_blocks, groups, items, scale,
     )  # fmt: skip
+    blocks = min(items, processors(device))
+    if key_tiles <= 2:  # the kernel's pipeline then reaches over two items (see its header)
+        blocks = max(blocks, (items + 1) // 2)
     kernel = jit.load("tri_attn_fwd", defines, device, MAX_SHARED)
-    kernel.launch(
-        (min(items, processors(device)), 1, 1), 384, params, raw_stream(device),
-        forward_shared_bytes(defines, packed.key_tiles),
-    )  # fmt: skip
+    shared = forward_shared_bytes(defines, packed.key_tiles)
+    kernel.launch((blocks, 1, 1), FORWARD_THREADS, params, raw_stream(device), shared)
     return out, lse, residual

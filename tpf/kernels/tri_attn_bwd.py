@@ -1,4 +1,4 @@
-"""Backward of triangle attention on Hopper: workspace, tile choice and launches.
+"""Backward of triangle attention on Hopper: tile choice, workspace and launches.
 
 Three independent passes share one preparation (``kernels/tri_attn_prep_*.cu``): key-stationary dK
 and dV, query-stationary dQ, and dbias summed over the slices in registers. No partial of dQ, dK or
@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +23,38 @@ from tpf.kernels.tma import TensorMap, mappable, tensor_map
 
 TILE = 64
 BLOCK = 128
+BLOCK_BYTES = BLOCK * BLOCK * 4
+"""Size of one partial of dbias: 128 x 128 FP32."""
 THREADS = 384
 FOLD_BYTES = 16
 SHARED_LIMIT = 232448
 MAX_STAGES = 4
-SLICES = {16: 4, 32: 2, 64: 1}
-"""Slices that share a bias tile, by padded head width."""
-PARTIAL_BYTES = 128 << 20
-"""Most bytes of dbias partials."""
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 1e-20
 """Stands in for a scale of zero where the kernels divide by it."""
+PARTIAL_SLOTS = 768
+"""Most partials of dbias (48 MiB)."""
+
+KV, Q, BIAS = "tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias"
+PREP_ROWS, PREP_PAIR, REDUCE = "tri_attn_prep_rows", "tri_attn_prep_pair", "tri_attn_bwd_reduce"
 
 
-class _MainParams(ctypes.Structure):
+class Tuning(NamedTuple):
+    """How a main kernel runs: slices that share a bias tile, and whether dS keeps its low bits."""
+
+    slices: int
+    split: bool
+
+
+TUNING = {
+    (KV, 16): Tuning(2, False), (KV, 32): Tuning(2, False), (KV, 64): Tuning(1, False),
+    (Q, 16): Tuning(4, True), (Q, 32): Tuning(2, True), (Q, 64): Tuning(1, True),
+    (BIAS, 16): Tuning(1, False), (BIAS, 32): Tuning(1, False), (BIAS, 64): Tuning(1, False),
+}  # fmt: skip
+"""By kernel and padded head width. A kernel has 240 registers a thread to spend on these."""
+
+
+class MainParams(ctypes.Structure):
     """``Params`` of tri_attn_bwd.cuh."""
 
     _fields_ = [
@@ -45,8 +63,9 @@ class _MainParams(ctypes.Structure):
         ("dbias_partial", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("tokens", "tiles", "blocks", "heads", "outer")),
         *((name, ctypes.c_int) for name in ("batch", "groups", "group", "jobs", "first_group")),
+        *((name, ctypes.c_int) for name in ("whole_tiles", "key_fold_stride")),
         *((name, ctypes.c_float) for name in ("scale", "scale2")),
-        ("reserved", ctypes.c_uint32 * 10),
+        ("padding", ctypes.c_uint32 * 8),
     ]
 
 
@@ -69,7 +88,8 @@ class _PairParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "mask", "bias_s", "bias_st", "key_fold")),
         ("bias_stride", ctypes.c_int64 * 4),
         ("mask_stride", ctypes.c_int64 * 3),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads", "outer", "batch")),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads", "batch")),
+        *((name, ctypes.c_int) for name in ("outer", "slices")),
         ("scale2", ctypes.c_float),
     ]
 
@@ -80,7 +100,8 @@ class _ReduceParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("partial", "dbias")),
         ("stride", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads", "batch", "chunks")),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
+        *((name, ctypes.c_int) for name in ("whole_tiles", "rest_tiles", "chunks")),
     ]
 
 
@@ -95,17 +116,12 @@ class Problem:
     head_dim: int
     wide_bias: bool
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Head width padded to 16, 32 or 64."""
-        return next(w for w in SLICES if w >= self.head_dim)
+        return next(w for w in (16, 32, 64) if w >= self.head_dim)
 
-    @property
-    def slices(self) -> int:
-        """Slices of one job of the dQ and dK, dV passes."""
-        return SLICES[self.width]
-
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Blocks of 128 tokens."""
         return -(-self.tokens // BLOCK)
@@ -116,9 +132,124 @@ class Problem:
         return self.blocks * BLOCK
 
     @property
-    def bias_tiles(self) -> int:
-        """64 x 64 tiles of the padded bias."""
-        return self.batch * self.heads * (self.padded // TILE) ** 2
+    def tiles(self) -> int:
+        """Tiles of 64 tokens."""
+        return self.padded // TILE
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of the bias in fragment order."""
+        return self.batch * self.heads * self.padded**2 * (4 if self.wide_bias else 2)
+
+
+class Cut(NamedTuple):
+    """How the dbias pass divides its 128 x 128 tiles: whole ones first, the rest in chunks."""
+
+    whole: int
+    rest: int
+    chunks: int
+    chunk: int
+
+    @property
+    def jobs(self) -> int:
+        """Jobs, each with one slot of the partials."""
+        return self.whole + self.rest * self.chunks
+
+
+def cut_dbias(tiles: int, outer: int, multiprocessors: int) -> Cut:
+    """Return the cut that finishes first on that many SMs within PARTIAL_SLOTS slots."""
+    whole = tiles // multiprocessors * multiprocessors
+    rest = tiles - whole
+    if rest == 0:
+        return Cut(whole, 0, 1, outer)
+    most = max(1, min(outer, (PARTIAL_SLOTS - whole) // rest))
+    overhead = 3  # of a job, in units of one slice
+
+    def cost(chunks: int) -> tuple[int, int]:
+        waves = -(-rest * chunks // multiprocessors)
+        return waves * (-(-outer // chunks) + overhead), chunks
+
+    chunk = -(-outer // min(range(1, most + 1), key=cost))
+    return Cut(whole, rest, -(-outer // chunk), chunk)
+
+
+def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
+    """Return (stages, bytes of shared memory) of a main kernel; its source has the same sum."""
+    slices = TUNING[kernel, problem.width].slices
+    operand = TILE * problem.width * 2
+    slice_bytes = 2 * operand + TILE * FOLD_BYTES
+    fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
+    if kernel == BIAS:
+        stage = 4 * slice_bytes
+        fixed += 4 * TILE * TILE * 4
+    else:
+        stage = 2 * TILE * TILE * (4 if problem.wide_bias else 2) + slices * slice_bytes
+        fixed += 4 * slices * (slice_bytes if kernel == Q else 2 * operand)
+    stages = min(MAX_STAGES, (SHARED_LIMIT - fixed) // stage)
+    return stages, fixed + stages * stage
+
+
+def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]:
+    """Return the kernels of a problem with their compile-time constants.
+
+    vector tells whether the rows of out and dout can be read 16 bytes at a time.
+    """
+    shared = {"TPF_D": problem.width, "TPF_G": 1, "TPF_WIDE_BIAS": int(problem.wide_bias)}
+    found = {PREP_ROWS: {**shared, "TPF_VECTOR": int(vector)}, PREP_PAIR: shared, REDUCE: shared}
+    for name in (KV, Q, BIAS):
+        tuning = TUNING[name, problem.width]
+        found[name] = {
+            **shared,
+            "TPF_G": tuning.slices,
+            "TPF_SPLIT": int(tuning.split),
+            "TPF_STAGES": shared_bytes(name, problem)[0],
+        }
+    return found
+
+
+class Plan:
+    """Everything about a call that depends only on its sizes and device; kept for the next call."""
+
+    def __init__(self, problem: Problem, device: int, vector: bool) -> None:
+        self.problem = problem
+        self.device = device
+        self.box = (1, 1, 1, TILE, problem.width)
+        self.multiprocessors = _multiprocessors(device)
+        defines = variants(problem, vector)
+        self.kernels = {
+            name: jit.load(
+                name,
+                constants,
+                device,
+                shared_bytes(name, problem)[1] if (name, problem.width) in TUNING else 0,
+            )
+            for name, constants in defines.items()
+        }
+        tiles = problem.batch * problem.heads * problem.blocks**2
+        self.cut = cut_dbias(tiles, problem.outer, self.multiprocessors)
+
+    def launch(
+        self, name: str, blocks: tuple[int, int], params: ctypes.Structure, stream: int
+    ) -> None:
+        """Launch a kernel of 384 threads (main) or 256 (preparation and reduction)."""
+        threads = THREADS if isinstance(params, MainParams) else 256
+        self.kernels[name].launch((*blocks, 1), threads, params, stream)
+
+    def launch_main(self, name: str, params: MainParams, stream: int) -> None:
+        """Launch a main kernel over its jobs with a persistent grid."""
+        p = self.problem
+        if name == BIAS:
+            params.groups, params.group = max(self.cut.rest, 1), self.cut.chunk
+            params.jobs, params.whole_tiles = self.cut.jobs, self.cut.whole
+        else:
+            params.group = TUNING[name, p.width].slices
+            params.groups = -(-p.outer // params.group)
+            params.jobs = p.batch * params.groups * p.heads * p.blocks
+        self.launch(name, (min(params.jobs, self.multiprocessors), 1), params, stream)
+
+    def encode(self, x: Tensor) -> TensorMap:
+        """Return the tensor map of an operand, one box a 64-token tile of one head."""
+        return tensor_map(x, self.box, self.problem.width * 2)
 
 
 @functools.cache
@@ -126,70 +257,24 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache(maxsize=256)
+def plan(problem: Problem, device: int, vector: bool) -> Plan:
+    """Return the plan of these sizes, compiling its kernels the first time."""
+    return Plan(problem, device, vector)
+
+
 def _stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
-    """Return (stages, bytes of shared memory) of a main kernel; its source has the same sum."""
-    operand = TILE * problem.width * 2
-    slice_bytes = 2 * operand + TILE * FOLD_BYTES
-    fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
-    if kernel == "tri_attn_bwd_bias":
-        stage = 4 * slice_bytes
-        fixed += 4 * TILE * TILE * 4
-    else:
-        stage = 2 * TILE * TILE * (4 if problem.wide_bias else 2) + problem.slices * slice_bytes
-        fixed += 4 * problem.slices * (slice_bytes if kernel == "tri_attn_bwd_q" else 2 * operand)
-    stages = min(MAX_STAGES, (SHARED_LIMIT - fixed) // stage)
-    return stages, fixed + stages * stage
-
-
-def variants(problem: Problem) -> dict[str, dict[str, int]]:
-    """Return the kernels of a problem with their compile-time constants."""
-    shared = {
-        "TPF_D": problem.width,
-        "TPF_G": problem.slices,
-        "TPF_WIDE_BIAS": int(problem.wide_bias),
-    }
-    main = ("tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias")
-    found = {
-        name: {**shared, "TPF_STAGES": shared_bytes(name, problem)[0], "TPF_SPLIT": 1, "TPF_TURNS": 0, "TPF_FRAGMENTS": int(problem.width < 64)}
-        for name in main
-    }
-    vector = int(problem.head_dim == problem.width)
-    return {
-        "tri_attn_prep_rows": {**shared, "TPF_VECTOR": vector},
-        "tri_attn_prep_pair": shared,
-        **found,
-        "tri_attn_bwd_reduce": shared,
-    }
-
-
-def choose_chunks(problem: Problem, multiprocessors: int) -> tuple[int, int]:
-    """Return (chunks, slices a chunk) of the dbias pass that finish first on that many SMs."""
-    jobs = problem.batch * problem.heads * problem.blocks**2
-    most = max(1, PARTIAL_BYTES // (problem.bias_tiles * TILE * TILE * 4))
-    overhead = 3  # of a job, in units of one slice
-
-    def cost(chunks: int) -> tuple[int, int]:
-        waves = -(-jobs * chunks // multiprocessors)
-        return waves * (-(-problem.outer // chunks) + overhead), chunks
-
-    best = min(range(1, min(problem.outer, most) + 1), key=cost)
-    size = -(-problem.outer // best)
-    return -(-problem.outer // size), size
-
-
-def _operand(x: Tensor) -> Tensor:
+def operand(x: Tensor) -> Tensor:
     """Return x [B, O, H, N, D] itself if the copy engine can read it, else a padded dense copy."""
     if mappable(x):
         return x
-    padded = F.pad(x, (0, -x.shape[-1] % 8))
-    return padded.transpose(2, 3).contiguous().transpose(2, 3)
+    return F.pad(x, (0, -x.shape[-1] % 8)).transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def _target(like: Tensor) -> tuple[Tensor, Tensor]:
+def target(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return (gradient, tensor that the copy engine writes); they differ if it needs padding."""
     gradient = empty_dense_like(like)
     if mappable(gradient):
@@ -198,90 +283,77 @@ def _target(like: Tensor) -> tuple[Tensor, Tensor]:
     return gradient, like.new_empty((b, o, n, h, d + -d % 8)).transpose(2, 3)
 
 
-class _Call:
-    """One backward call: its sizes, workspace and launches."""
+class Call:
+    """One backward call: its plan, the prepared inputs and the launches."""
 
-    def __init__(self, q: Tensor, bias: Tensor, scale: float) -> None:
-        b, o, h, n, d = q.shape
-        self.problem = Problem(b, o, h, n, d, bias.dtype == torch.float32)
-        self.device = q.device.index or 0
-        self.multiprocessors = _multiprocessors(self.device)
-        self.stream = _stream(self.device)
-        self.variants = variants(self.problem)
+    def __init__(self, q: Tensor, bias: Tensor, scale: float, vector: bool) -> None:
+        problem = Problem(*q.shape, bias.dtype == torch.float32)
+        self.device = q.device
+        self.plan = plan(problem, q.device.index or 0, vector)
+        self.stream = _stream(q.device.index or 0)
         self.scale = scale
-        scale2 = scale * LOG2E
-        self.scale2 = math.copysign(max(abs(scale2), SMALLEST_SCALE), scale2)
-        p = self.problem
-        fold = functools.partial(torch.empty, dtype=torch.uint8, device=q.device)
-        bias_bytes = p.bias_tiles * TILE * TILE * bias.element_size()
-        self.row_fold = fold(b * o * h * p.padded * FOLD_BYTES)
-        self.key_fold = fold(b * o * p.padded * FOLD_BYTES)
-        self.bias_s, self.bias_st = fold(bias_bytes), fold(bias_bytes)
-        self.chunks, self.chunk = choose_chunks(p, self.multiprocessors)
-        self.partial = q.new_empty(self.chunks * p.bias_tiles * TILE * TILE, dtype=torch.float32)
+        self.scale2 = math.copysign(max(abs(scale * LOG2E), SMALLEST_SCALE), scale)
 
-    def launch(
-        self, name: str, grid: tuple[int, int, int], params: ctypes.Structure, shared: int = 0
-    ) -> None:
-        kernel = jit.load(name, self.variants[name], self.device, shared)
-        kernel.launch(grid, THREADS if shared else 256, params, self.stream)
+    def empty(self, size: int) -> Tensor:
+        """Allocate bytes."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def prepare(
-        self, bias: Tensor, mask: Tensor | None, saved: tuple[Tensor, Tensor, Tensor], dout: Tensor
-    ) -> None:
-        """Write the folds and the bias fragments; saved is (out, lse, residual)."""
-        p = self.problem
-        out, lse, residual = saved
-        rows = _RowParams(
+    def prepare_rows(self, out: Tensor, lse: Tensor, residual: Tensor, dout: Tensor) -> Tensor:
+        """Return the query folds: log-sums and softmax corrections as channels."""
+        p = self.plan.problem
+        fold = self.empty(p.batch * p.outer * p.heads * p.padded * FOLD_BYTES)
+        params = _RowParams(
             dout.data_ptr(), out.data_ptr(), residual.data_ptr() if residual.numel() else None,
-            lse.data_ptr(), self.row_fold.data_ptr(),
-            (ctypes.c_int64 * 4)(*dout.stride()[:4]), (ctypes.c_int64 * 4)(*out.stride()[:4]),
+            lse.data_ptr(), fold.data_ptr(), dout.stride()[:4], out.stride()[:4],
             p.tokens, p.padded, p.heads, p.outer, p.head_dim, self.scale2,
         )  # fmt: skip
-        if not (mappable(dout) and mappable(out)):
-            self.variants["tri_attn_prep_rows"]["TPF_VECTOR"] = 0
         per_slice = p.padded * p.heads * p.width // 8
-        self.launch("tri_attn_prep_rows", (p.batch * p.outer, -(-per_slice // 256), 1), rows)
-        pair = _PairParams(
+        blocks = p.batch * p.outer, -(-per_slice // 256)
+        self.plan.launch(PREP_ROWS, blocks, params, self.stream)
+        return fold
+
+    def prepare_pair(self, bias: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bias in fragment order, rows = queries and rows = keys, and the key folds."""
+        p = self.plan.problem
+        slices = 1 if mask is None else p.batch * p.outer
+        rows, columns = self.empty(p.bias_bytes), self.empty(p.bias_bytes)
+        fold = self.empty(slices * p.padded * FOLD_BYTES)
+        params = _PairParams(
             bias.data_ptr(), None if mask is None else mask.data_ptr(),
-            self.bias_s.data_ptr(), self.bias_st.data_ptr(), self.key_fold.data_ptr(),
-            (ctypes.c_int64 * 4)(*bias.stride()),
-            (ctypes.c_int64 * 3)(*((0, 0, 0) if mask is None else mask.stride())),
-            p.tokens, p.padded // TILE, p.heads, p.outer, p.batch, self.scale2,
+            rows.data_ptr(), columns.data_ptr(), fold.data_ptr(),
+            bias.stride(), (0, 0, 0) if mask is None else mask.stride(),
+            p.tokens, p.tiles, p.heads, p.batch, p.outer, slices, self.scale2,
         )  # fmt: skip
-        key_blocks = -(-p.batch * p.outer * p.padded // 256)
-        self.launch("tri_attn_prep_pair", (p.bias_tiles + key_blocks, 1, 1), pair)
+        blocks = p.batch * p.heads * p.tiles**2 + -(-slices * p.padded // 256)
+        self.plan.launch(PREP_PAIR, (blocks, 1), params, self.stream)
+        return rows, columns, fold
 
-    def main_params(self, maps: list[TensorMap]) -> _MainParams:
-        p = self.problem
-        return _MainParams(
-            *maps, *(x.data_ptr() for x in (self.row_fold, self.key_fold)),
-            self.bias_s.data_ptr(), self.bias_st.data_ptr(), self.partial.data_ptr(),
-            p.tokens, p.padded // TILE, p.blocks, p.heads, p.outer, p.batch,
-            0, 0, 0, 0, self.scale, self.scale2,
+    def main_params(
+        self, maps: list[TensorMap], row_fold: Tensor, key_fold: Tensor, masked: bool
+    ) -> MainParams:
+        """Return the parameters that all main kernels share."""
+        p = self.plan.problem
+        params = MainParams(*maps)
+        params.row_fold, params.key_fold = row_fold.data_ptr(), key_fold.data_ptr()
+        params.tokens, params.tiles, params.blocks = p.tokens, p.tiles, p.blocks
+        params.heads, params.outer, params.batch = p.heads, p.outer, p.batch
+        params.key_fold_stride = p.padded if masked else 0
+        params.scale, params.scale2 = self.scale, self.scale2
+        return params
+
+    def dbias(self, bias: Tensor, params: MainParams) -> Tensor:
+        """Run the dbias pass and add its partials."""
+        p, cut = self.plan.problem, self.plan.cut
+        gradient = empty_dense_like(bias)
+        partial = self.empty(cut.jobs * BLOCK_BYTES)
+        params.dbias_partial = partial.data_ptr()
+        self.plan.launch_main(BIAS, params, self.stream)
+        sums = _ReduceParams(
+            partial.data_ptr(), gradient.data_ptr(), gradient.stride(),
+            p.tokens, p.tiles, p.heads, cut.whole, cut.rest, cut.chunks,
         )  # fmt: skip
-
-    def main(self, name: str, params: _MainParams) -> None:
-        """Launch a main kernel over its jobs with a persistent grid."""
-        p = self.problem
-        if name == "tri_attn_bwd_bias":
-            params.groups, params.group = self.chunks, self.chunk
-            blocks = p.blocks**2
-        else:
-            params.groups, params.group = -(-p.outer // p.slices), p.slices
-            blocks = p.blocks
-        params.jobs = p.batch * params.groups * p.heads * blocks
-        grid = (min(params.jobs, self.multiprocessors), 1, 1)
-        self.launch(name, grid, params, shared_bytes(name, p)[1])
-
-    def reduce(self, dbias: Tensor) -> None:
-        """Add the chunks' partials into dbias."""
-        p = self.problem
-        params = _ReduceParams(
-            self.partial.data_ptr(), dbias.data_ptr(), (ctypes.c_int64 * 4)(*dbias.stride()),
-            p.tokens, p.padded // TILE, p.heads, p.batch, self.chunks,
-        )  # fmt: skip
-        self.launch("tri_attn_bwd_reduce", (p.bias_tiles, 1, 1), params)
+        self.plan.launch(REDUCE, (p.batch * p.heads * p.tiles**2, 1), sums, self.stream)
+        return gradient
 
 
 def tri_attn_bwd(
@@ -301,20 +373,22 @@ def tri_attn_bwd(
     Shapes and dtypes as in kernels/README.md; residual is empty when it was not saved, and the
     softmax correction then uses the rounded output alone. Deterministic.
     """
-    call = _Call(q, bias, scale)
-    call.prepare(bias, mask, (out, lse, residual), dout)
-    box = (1, 1, 1, TILE, call.problem.width)
-    encode: Callable[[Tensor], TensorMap] = lambda x: tensor_map(x, box, call.problem.width * 2)  # noqa: E731
-    inputs = [_operand(x) for x in (q, k, v, dout)]
-    targets = [_target(x) for x in (q, k, v)]
-    maps = [encode(x) for x in (*inputs, *(written for _, written in targets))]
-    params = call.main_params(maps)
-    for name in ("tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias"):
-        call.main(name, params)
-    dbias = empty_dense_like(bias)
-    call.reduce(dbias)
+    dim = q.shape[-1]
+    vector = dim in (16, 32, 64) and mappable(dout) and mappable(out)
+    call = Call(q, bias, scale, vector)
+    row_fold = call.prepare_rows(out, lse, residual, dout)
+    bias_s, bias_st, key_fold = call.prepare_pair(bias, mask)
+    inputs = [operand(x) for x in (q, k, v, dout)]
+    targets = [target(x) for x in (q, k, v)]
+    maps = [call.plan.encode(x) for x in (*inputs, *(written for _, written in targets))]
+    params = call.main_params(maps, row_fold, key_fold, mask is not None)
+    params.bias_s, params.bias_st = bias_s.data_ptr(), bias_st.data_ptr()
+    call.plan.launch_main(KV, params, call.stream)
+    del bias_st
+    call.plan.launch_main(Q, params, call.stream)
+    dbias = call.dbias(bias, params)
     dq, dk, dv = (
-        gradient if gradient is written else gradient.copy_(written[..., : q.shape[-1]])
+        gradient if gradient is written else gradient.copy_(written[..., :dim])
         for gradient, written in targets
     )
     return dq, dk, dv, dbias
