@@ -23,12 +23,8 @@ struct Tile {
     return static_cast<u64>((addr & 0x3ffff) >> 4) | (1ull << 16) |
            (static_cast<u64>(EIGHT_ROWS >> 4) << 32) | (MODE << 62);
   }
-  // The low word of desc(addr), for address arithmetic in 32 bits, and back.
-  DEV u32 word(u32 addr) { return (addr >> 4) | (1u << 16); }
-  DEV u32 address(u32 word) { return (word & 0xffff) << 4; }
-  DEV u64 desc_of(u32 word) {
-    return static_cast<u64>(((EIGHT_ROWS >> 4) | static_cast<u32>(MODE << 30))) << 32 | word;
-  }
+  // The address that a descriptor was made of.
+  DEV u32 address(u64 desc) { return (static_cast<u32>(desc) & 0xffff) << 4; }
   static constexpr u64 STEP_COLS = 32 >> 4;         // add to a descriptor: 16 columns on
   static constexpr u64 STEP_ROWS = (2 * EIGHT_ROWS) >> 4;  // add to a descriptor: 16 rows on
 

@@ -1,4 +1,4 @@
-// Shared parts of the triangle attention backward: parameters, tile geometry, fragments.
+// Data formats of the triangle attention backward: tiles, folds and bias fragments.
 //
 // A tile is 64 rows (tokens of one slice and head) of kD bf16, one swizzle atom wide, so the same
 // descriptor serves it as a K-major operand (contraction over channels) and as an MN-major one
@@ -14,13 +14,8 @@
 #include "tile.cuh"
 
 constexpr int kD = TPF_D;                  // padded head width
-constexpr int kG = TPF_G;                  // slices that share one bias tile
 constexpr bool kWideBias = TPF_WIDE_BIAS;  // bias fragments in fp32 (else bf16)
 constexpr int kTile = 64;
-constexpr int kConsumers = 2;                     // warpgroups that compute
-constexpr int kThreads = 128 * (kConsumers + 1);  // and one that loads
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
 constexpr int kRowBytes = 2 * kD;
 using Operand = Tile<kRowBytes>;
 constexpr int kOperandBytes = kTile * kRowBytes;
@@ -29,148 +24,6 @@ constexpr int kBiasBytes = kTile * kTile * (kWideBias ? 4 : 2);
 constexpr int kPairs = kD / 2;  // accumulator registers of 64 x kD
 static_assert(kD == 16 || kD == 32 || kD == 64, "head width is padded to 16, 32 or 64");
 
-struct Params {
-  TensorMap q, k, v, dout, dq, dk, dv;  // [B, O, H, N, D], box 64 x kD
-  const unsigned char* row_fold;        // [B, O, H, padded, 8] bf16
-  const unsigned char* key_fold;        // [B, O, padded, 8] bf16
-  const unsigned char* bias_s;   // [B, H, tiles(q), tiles(k), 4096] fragments, rows = queries
-  const unsigned char* bias_st;  // [B, H, tiles(k), tiles(q), 4096] fragments, rows = keys
-  float* dbias_partial;          // [chunks, B, H, tiles(q), tiles(k), 4096] fragments
-  int tokens, tiles, blocks;     // N; 64-token tiles (even); 128-token blocks
-  int heads, outer, batch;
-  int groups, group;      // slices [i * group, i * group + group) form group i
-  int jobs, first_group;  // jobs of this launch; its groups start here (paper)
-  float scale, scale2;    // scale2 = scale * log2(e), never 0
-};
-
-// One (block, head, slice group) of a persistent loop; block runs fastest.
-struct Job {
-  int block, head, group, batch;
-};
-
-DEV Job decode_job(const Params& p, int job) {
-  Job j;
-  j.block = job % p.blocks;
-  job /= p.blocks;
-  j.head = job % p.heads;
-  job /= p.heads;
-  j.group = p.first_group + job % p.groups;
-  j.batch = job / p.groups;
-  return j;
-}
-
-// Row of the fold arrays where tile `tile` of a slice begins.
-DEV i64 row_fold_index(const Params& p, int batch, int slice, int head, int tile) {
-  return (static_cast<i64>(batch * p.outer + slice) * p.heads + head) * p.tiles * kTile +
-         tile * kTile;
-}
-DEV i64 key_fold_index(const Params& p, int batch, int slice, int tile) {
-  return static_cast<i64>(batch * p.outer + slice) * p.tiles * kTile + tile * kTile;
-}
-DEV i64 bias_tile_index(const Params& p, int batch, int head, int row_tile, int col_tile) {
-  return ((static_cast<i64>(batch) * p.heads + head) * p.tiles + row_tile) * p.tiles + col_tile;
-}
-
-// Position in a ring of stages: index and the parity of its current lap.
-template <int kStages>
-struct Ring {
-  int index = 0;
-  u32 parity = 0;
-  __device__ void advance() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// The same kind of tile `bytes` further on; cheaper than a new descriptor.
-DEV u64 further(u64 descriptor, int bytes) { return descriptor + bytes / 16; }
-
-// Warpgroup of this thread, known to be the same for its whole warp.
-DEV int warpgroup_index() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0); }
-
-// Descriptor of 64 fold rows; both halves of the k16 step read the same eight channels.
-DEV u64 fold_descriptor(u32 address) {
-  return (static_cast<u64>(128 / 16) << 32) | ((address & 0x3FFFF) >> 4);
-}
-
-// Fragments of the key folds as the A operand: pair (2t, 2t + 1) of the eight channels, t = lane
-// % 4.
-DEV u32 key_fold_s(int t, u32 mask_word) {
-  return t == 0 ? 0x3F803F80u : t == 1 ? 0x00003F80u : t == 2 ? 0u : mask_word;
-}
-DEV u32 key_fold_dp(int t) { return t == 1 ? 0x3F800000u : t == 2 ? 0x3F803F80u : 0u; }
-
-// acc[64 x 64] = A . B^T over the channels, both operands in shared memory, plus the fold step.
-DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, const u32* fold_a, u64 fold_b) {
-#pragma unroll
-  for (int step = 0; step < kD / 16; ++step)
-    wgmma_ss<0, 0>(acc, a + step * Operand::STEP_COLS, b + step * Operand::STEP_COLS, step > 0);
-  wgmma_rs<0>(acc, fold_a[0], fold_a[1], 0, 0, fold_b, 1);
-}
-
-// acc[64 x kD] += A[64 x 64 tokens] . B[64 tokens x kD], A from registers.
-DEV void accumulate_tokens(float (&acc)[kPairs], const u32* a, u64 b, int accumulate) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-    wgmma_rs<1>(acc, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
-                b + step * Operand::STEP_ROWS, accumulate | (step > 0));
-}
-
-// Read this thread's 32 values of a bias tile from fragment order, times log2(e).
-DEV void load_bias(float (&bias)[32], u32 address, int thread) {
-  if constexpr (kWideBias) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 w = lds128(address + (i * 128 + thread) * 16);
-      bias[4 * i + 0] = __uint_as_float(w.x) * LOG2E;
-      bias[4 * i + 1] = __uint_as_float(w.y) * LOG2E;
-      bias[4 * i + 2] = __uint_as_float(w.z) * LOG2E;
-      bias[4 * i + 3] = __uint_as_float(w.w) * LOG2E;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 w = lds128(address + (i * 128 + thread) * 16);
-      const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        bias[8 * i + 2 * j + 0] = __uint_as_float(words[j] << 16) * LOG2E;
-        bias[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u) * LOG2E;
-      }
-    }
-  }
-}
-
-// Write factor * acc [64 x kD] as bf16 into a swizzled operand tile.
-DEV void store_tile(u32 tile, const float (&acc)[kPairs], float factor, int thread) {
-  const int row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-  for (int i = 0; i < kPairs / 2; ++i) {
-    const int r = row + i % 2 * 8;
-    sts32(tile + Operand::offset(r, (i / 2) * 16 + thread % 4 * 4),
-          pack_bf16(acc[2 * i] * factor, acc[2 * i + 1] * factor));
-  }
-}
-
-// Let one lane of each warp count down a barrier once all lanes have read.
-DEV void release(u32 barrier, int thread) {
-  __syncwarp();
-  if (thread % 32 == 0) mbar_arrive(barrier);
-}
-
-// Write one row of the key fold for dP, the same for every key.
-DEV void write_ones_row(u32 address) {
-  sts128(address, make_uint4(0u, 0x3F800000u, 0x3F803F80u, 0u));
-}
-
-// Split two floats into bf16 pairs with high + low equal to them within 2^-17.
-DEV void split_bf16(float x, float y, u32& high, u32& low) {
-  high = pack_bf16(x, y);
-  low = pack_bf16(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xFFFF0000u));
-}
-
 // First of the four consecutive elements, in fragment order, that hold accumulator registers
 // 4i .. 4i + 3 of a thread: a thread reads 16 bytes at a time (two such groups of bf16, one of
 // fp32).
@@ -178,21 +31,5 @@ DEV int fragment_index(int i, int thread) {
   return kWideBias ? (i * 128 + thread) * 4 : ((i / 2) * 128 + thread) * 8 + i % 2 * 4;
 }
 
-// s = exp2(s * scale2 + bias), bias fp32 in this thread's fragment order.
-DEV void probabilities(float (&s)[32], u32 bias, float scale2) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint4 b = lds128(bias + i * 2048);
-    s[4 * i + 0] = ex2(s[4 * i + 0] * scale2 + __uint_as_float(b.x));
-    s[4 * i + 1] = ex2(s[4 * i + 1] * scale2 + __uint_as_float(b.y));
-    s[4 * i + 2] = ex2(s[4 * i + 2] * scale2 + __uint_as_float(b.z));
-    s[4 * i + 3] = ex2(s[4 * i + 3] * scale2 + __uint_as_float(b.w));
-  }
-}
-
 // bf16 bits of the fold value that makes every score of a row or key vanish: exp2(-huge) = 0.
 DEV u32 dropped(float scale2) { return scale2 > 0 ? 0xF149u : 0x7149u; }
-
-// Wait on a barrier that has already completed: a branch that the compiler cannot remove. Without
-// it the exponentials before a wgmma wait are scheduled after it, and nothing overlaps.
-DEV void keep_order(u32 barrier, u32 parity) { mbar_wait(barrier, parity); }

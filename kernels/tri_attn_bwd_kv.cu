@@ -7,9 +7,13 @@
 //   consumers  warpgroups 0, 1: 240 registers (kG * kD = 64: 64 accumulators, 64 scores, 32 bias)
 //   smem       kStages x {bias[2], kG x (Q, dO, fold)}, 2 x kG x {K[2], V[2]}, barriers
 // dK and dV replace K and V in shared memory and leave by TMA, which clips ragged edges.
-#include "tri_attn_bwd.cuh"
+#include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
+#ifndef TPF_TURNS
+#define TPF_TURNS 0
+#endif
+constexpr bool kTakeTurns = TPF_TURNS;
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -17,6 +21,7 @@ constexpr int kResidentSlice = 2 * kConsumers * kOperandBytes;
 constexpr int kResidentBytes = kG * kResidentSlice;
 constexpr int kBarriers = kStages * kStageBytes + 2 * kResidentBytes;
 constexpr int kSmemBytes = kBarriers + 16 * (kStages + 2) + 1024;
+static_assert(kStages >= (kG == 1 ? 3 : 2), "a stage is held until the step after its last");
 static_assert(kSmemBytes <= 232448, "shared memory of one block");
 
 struct Barriers {
@@ -75,6 +80,15 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
+// Descriptors of Q (dO follows it) and of the query fold of slice g in a stage.
+DEV u64 slice_descriptor(u32 stage, int g) {
+  return further(Operand::desc(stage), kConsumers * kBiasBytes + g * kSliceBytes);
+}
+DEV u64 slice_fold(u32 stage, int g) {
+  return further(fold_descriptor(stage),
+                 kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
+}
+
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   Ring<2> slot;
@@ -82,6 +96,9 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
   const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
   const u32 ones = key_fold_dp(quad);
   const u32 fold_dp[2] = {ones, ones};
+  if constexpr (kTakeTurns) {
+    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);
+  }
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Job j = decode_job(p, job);
     const int key_tile = j.block * kConsumers + warpgroup;
@@ -98,55 +115,68 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     }
     const u64 keys = Operand::desc(resident_tile(resident, 0, 0, warpgroup));
     mbar_wait(bars.resident_full(slot.index), slot.parity);
-    // The step before, not yet added to dK and dV; at first zeros times any tile.
+    // Step i = (query tile, slice). While it computes exponentials of S(i), the tensor cores work
+    // on S(i + 1), dP(i) and the products with P and dS of step i - 1 (at first zeros).
+    float s[2][32], dp[32];
     u32 probability[16] = {}, gradient[16] = {}, rest[16] = {};
-    u64 last_q = Operand::desc(smem + ring.index * kStageBytes + kConsumers * kBiasBytes);
+    mbar_wait(bars.stage_full(ring.index), ring.parity);
+    u32 stage = smem + ring.index * kStageBytes;
+    u64 q = slice_descriptor(stage, 0), last_q = q;
+    wgmma_fence();
+    product_with_fold(s[0], keys, q, fold_s[0], slice_fold(stage, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
     for (int tile = 0; tile < query_tiles; ++tile) {
-      const u32 stage = smem + ring.index * kStageBytes;
-      mbar_wait(bars.stage_full(ring.index), ring.parity);
-      const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
-      float bias[32];
-      load_bias(bias, stage + warpgroup * kBiasBytes, thread);
+      const int index = ring.index;
+      const u32 full = bars.stage_full(index), parity = ring.parity;
+      // After the last tile the stage itself stands in for the next: a product in vain.
+      u32 next_stage = stage;
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
-        const u64 q = further(operands, kConsumers * kBiasBytes + g * kSliceBytes);
-        const u64 dout = further(q, kOperandBytes);
-        const u64 fold =
-            further(folds, kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
-        const u64 k = further(keys, g * kResidentSlice);
-        const u64 v = further(k, kConsumers * kOperandBytes);
-        constexpr int kLast = kG - 1;
-        const int before = g == 0 ? kLast : g - 1;
-        float s[32], dp[32];
-        // The products of the step before run while this step computes exponentials.
+        const int before = (g + kG - 1) % kG, after = (g + 1) % kG;
+        float (&now)[32] = s[kG == 1 ? 0 : g % 2];
+        float (&then)[32] = s[kG == 1 ? 1 : (g + 1) % 2];
+        if (after == 0) {
+          ring.advance();
+          if (tile + 1 < query_tiles) {
+            mbar_wait(bars.stage_full(ring.index), ring.parity);
+            next_stage = smem + ring.index * kStageBytes;
+          }
+        }
+        const u32 then_stage = after == 0 ? next_stage : stage;
+        const u64 then_q = slice_descriptor(then_stage, after);
+        const u64 v = further(keys, g * kResidentSlice + kConsumers * kOperandBytes);
         wgmma_fence();
-        product_with_fold(s, k, q, fold_s[g], fold);
-        wgmma_commit();
+        product_with_fold(dp, v, further(q, kOperandBytes), fold_dp, slice_fold(stage, g));
         accumulate_tokens(dv[before], probability, further(last_q, kOperandBytes), tile);
         accumulate_tokens(dk[before], gradient, last_q, tile);
         if constexpr (kSplit) accumulate_tokens(dk[before], rest, last_q, 1);
-        product_with_fold(dp, v, dout, fold_dp, fold);
+        product_with_fold(then, further(keys, after * kResidentSlice), then_q, fold_s[after],
+                          slice_fold(then_stage, after));
         wgmma_commit();
-        wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
-        keep_order(bars.stage_full(ring.index), ring.parity);
+        if constexpr (kTakeTurns) named_sync(4 + warpgroup, 128 * kConsumers);
+        exponentials(now, stage + warpgroup * kBiasBytes, p.scale2, thread);
+        keep_order(full, parity);
+        if constexpr (kTakeTurns) named_arrive(5 - warpgroup, 128 * kConsumers);
         wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 16; ++i) probability[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-        if (g == 0 && tile > 0)
-          release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
+        if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const float x = s[2 * i] * dp[2 * i], y = s[2 * i + 1] * dp[2 * i + 1];
+          const float x = now[2 * i] * dp[2 * i], y = now[2 * i + 1] * dp[2 * i + 1];
+          probability[i] = pack_bf16(now[2 * i], now[2 * i + 1]);
           if constexpr (kSplit)
             split_bf16(x, y, gradient[i], rest[i]);
           else
             gradient[i] = pack_bf16(x, y);
         }
+        if constexpr (kG == 1) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) now[i] = then[i];
+        }
         last_q = q;
+        q = then_q;
       }
-      ring.advance();
+      stage = next_stage;
     }
     wgmma_fence();
     accumulate_tokens(dv[kG - 1], probability, further(last_q, kOperandBytes), 1);
@@ -177,13 +207,16 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     slot.advance();
   }
   if (thread == 0) bulk_wait<0>();
+  if constexpr (kTakeTurns) {
+    if (warpgroup == 0) named_sync(4, 128 * kConsumers);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tri_attn_bwd_kv(const __grid_constant__ Params p) {
-  extern __shared__ unsigned char raw[];
-  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
-  const Barriers bars{smem + kBarriers};
+  extern __shared__ unsigned char smem[];
+  const u32 base = (smem_u32(smem) + 1023) & ~1023u;
+  const Barriers bars{base + kBarriers};
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bars.stage_full(i), 1);
@@ -199,9 +232,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);
+    if (threadIdx.x == kConsumers * 128) produce(p, base, bars);
   } else {
     reg_alloc<kConsumerRegisters>();
-    consume(p, smem, bars, warpgroup, threadIdx.x % 128);
+    consume(p, base, bars, warpgroup, threadIdx.x % 128);
   }
 }

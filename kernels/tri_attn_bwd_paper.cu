@@ -7,7 +7,7 @@
 //   producer   warpgroup 2, one thread: K, V of the job, then per query tile bias and 4 x (Q, dO,
 //   fold) smem       kStages x {bias, 4 x (Q, dO, fold)}, 4 x (K, V), 2 x {dS, dQ, fp32 sum},
 //   barriers
-#include "tri_attn_bwd.cuh"
+#include "tri_attn_bwd_main.cuh"
 
 constexpr int kStages = TPF_STAGES;
 constexpr int kGroup = 4, kMine = kGroup / kConsumers;
@@ -236,9 +236,9 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tri_attn_bwd_paper(const __grid_constant__ Params p) {
-  extern __shared__ unsigned char raw[];
-  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
-  const Barriers bars{smem + kBarriers};
+  extern __shared__ unsigned char smem[];
+  const u32 base = (smem_u32(smem) + 1023) & ~1023u;
+  const Barriers bars{base + kBarriers};
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bars.stage_full(i), 1);
@@ -252,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);
+    if (threadIdx.x == kConsumers * 128) produce(p, base, bars);
   } else {
     reg_alloc<kConsumerRegisters>();
-    consume(p, smem, bars, warpgroup, threadIdx.x % 128);
+    consume(p, base, bars, warpgroup, threadIdx.x % 128);
   }
 }

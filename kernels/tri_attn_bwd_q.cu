@@ -8,9 +8,13 @@
 //   fold consumers  warpgroups 0, 1: 240 registers (kG * kD / 2 accumulators, 64 scores, 32 bias)
 //   smem       kStages x {bias[2], kG x (K, V, fold)}, 2 x kG x {Q[2], dO[2], fold[2]}, ones,
 //   barriers
-#include "tri_attn_bwd.cuh"
+#include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
+#ifndef TPF_TURNS
+#define TPF_TURNS 0
+#endif
+constexpr bool kTakeTurns = TPF_TURNS;
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -19,6 +23,7 @@ constexpr int kResidentBytes = kG * kResidentSlice;
 constexpr int kOnes = kStages * kStageBytes + 2 * kResidentBytes;
 constexpr int kBarriers = kOnes + kFoldBytes;
 constexpr int kSmemBytes = kBarriers + 16 * (kStages + 2) + 1024;
+static_assert(kStages >= (kG == 1 ? 3 : 2), "a stage is held until the step after its last");
 static_assert(kSmemBytes <= 232448, "shared memory of one block");
 
 struct Barriers {
@@ -80,12 +85,24 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
+// Descriptors of K (V follows it) and of the key fold of slice g in a stage.
+DEV u64 slice_descriptor(u32 stage, int g) {
+  return further(Operand::desc(stage), kConsumers * kBiasBytes + g * kSliceBytes);
+}
+DEV u64 slice_fold(u32 stage, int g) {
+  return further(fold_descriptor(stage),
+                 kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
+}
+
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   Ring<2> slot;
   const int key_tiles = (p.tokens + kTile - 1) / kTile;
   const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
   const u64 ones = fold_descriptor(smem + kOnes);
+  if constexpr (kTakeTurns) {
+    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);
+  }
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Job j = decode_job(p, job);
     const int query_tile = j.block * kConsumers + warpgroup;
@@ -101,52 +118,66 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
       row_fold[g][1] = lds32(fold + 8 * 16);
     }
     const u64 queries = Operand::desc(resident_slice(resident, 0, warpgroup));
-    // The step before, not yet added to dQ; at first zeros times any tile.
+    // Step i = (key tile, slice). While it computes exponentials of S(i), the tensor cores work on
+    // S(i + 1), dP(i) and the product with dS of step i - 1 (at first zeros).
+    float s[2][32], dp[32];
     u32 gradient[16] = {}, rest[16] = {};
-    u64 last_k = Operand::desc(smem + ring.index * kStageBytes + kConsumers * kBiasBytes);
+    mbar_wait(bars.stage_full(ring.index), ring.parity);
+    u32 stage = smem + ring.index * kStageBytes;
+    u64 k = slice_descriptor(stage, 0), last_k = k;
+    wgmma_fence();
+    product_with_fold(s[0], queries, k, row_fold[0], slice_fold(stage, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
     for (int tile = 0; tile < key_tiles; ++tile) {
-      const u32 stage = smem + ring.index * kStageBytes;
-      mbar_wait(bars.stage_full(ring.index), ring.parity);
-      const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
-      float bias[32];
-      load_bias(bias, stage + warpgroup * kBiasBytes, thread);
+      const int index = ring.index;
+      const u32 full = bars.stage_full(index), parity = ring.parity;
+      // After the last tile the stage itself stands in for the next: a product in vain.
+      u32 next_stage = stage;
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
-        const u64 k = further(operands, kConsumers * kBiasBytes + g * kSliceBytes);
-        const u64 v = further(k, kOperandBytes);
-        const u64 fold =
-            further(folds, kConsumers * kBiasBytes + g * kSliceBytes + 2 * kOperandBytes);
-        const u64 q = further(queries, g * kResidentSlice);
-        const u64 dout = further(q, kOperandBytes);
-        constexpr int kLast = kG - 1;
-        const int before = g == 0 ? kLast : g - 1;
-        float s[32], dp[32];
-        // The product of the step before runs while this step computes exponentials.
+        const int before = (g + kG - 1) % kG, after = (g + 1) % kG;
+        float (&now)[32] = s[kG == 1 ? 0 : g % 2];
+        float (&then)[32] = s[kG == 1 ? 1 : (g + 1) % 2];
+        if (after == 0) {
+          ring.advance();
+          if (tile + 1 < key_tiles) {
+            mbar_wait(bars.stage_full(ring.index), ring.parity);
+            next_stage = smem + ring.index * kStageBytes;
+          }
+        }
+        const u32 then_stage = after == 0 ? next_stage : stage;
+        const u64 then_k = slice_descriptor(then_stage, after);
+        const u64 dout = further(queries, g * kResidentSlice + kOperandBytes);
         wgmma_fence();
-        product_with_fold(s, q, k, row_fold[g], fold);
-        wgmma_commit();
+        product_with_fold(dp, dout, further(k, kOperandBytes), row_fold[g], ones);
         accumulate_tokens(dq[before], gradient, last_k, tile);
         if constexpr (kSplit) accumulate_tokens(dq[before], rest, last_k, 1);
-        product_with_fold(dp, dout, v, row_fold[g], ones);
+        product_with_fold(then, further(queries, after * kResidentSlice), then_k, row_fold[after],
+                          slice_fold(then_stage, after));
         wgmma_commit();
-        wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
-        keep_order(bars.stage_full(ring.index), ring.parity);
+        if constexpr (kTakeTurns) named_sync(4 + warpgroup, 128 * kConsumers);
+        exponentials(now, stage + warpgroup * kBiasBytes, p.scale2, thread);
+        keep_order(full, parity);
+        if constexpr (kTakeTurns) named_arrive(5 - warpgroup, 128 * kConsumers);
         wgmma_wait<0>();
-        if (g == 0 && tile > 0)
-          release(bars.stage_empty((ring.index + kStages - 1) % kStages), thread);
+        if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const float x = s[2 * i] * dp[2 * i], y = s[2 * i + 1] * dp[2 * i + 1];
+          const float x = now[2 * i] * dp[2 * i], y = now[2 * i + 1] * dp[2 * i + 1];
           if constexpr (kSplit)
             split_bf16(x, y, gradient[i], rest[i]);
           else
             gradient[i] = pack_bf16(x, y);
         }
+        if constexpr (kG == 1) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) now[i] = then[i];
+        }
         last_k = k;
+        k = then_k;
       }
-      ring.advance();
+      stage = next_stage;
     }
     wgmma_fence();
     accumulate_tokens(dq[kG - 1], gradient, last_k, 1);
@@ -171,14 +202,17 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     slot.advance();
   }
   if (thread == 0) bulk_wait<0>();
+  if constexpr (kTakeTurns) {
+    if (warpgroup == 0) named_sync(4, 128 * kConsumers);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tri_attn_bwd_q(const __grid_constant__ Params p) {
-  extern __shared__ unsigned char raw[];
-  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
-  const Barriers bars{smem + kBarriers};
-  if (threadIdx.x < kTile) write_ones_row(smem + kOnes + threadIdx.x * 16);
+  extern __shared__ unsigned char smem[];
+  const u32 base = (smem_u32(smem) + 1023) & ~1023u;
+  const Barriers bars{base + kBarriers};
+  if (threadIdx.x < kTile) write_ones_row(base + kOnes + threadIdx.x * 16);
   fence_async_shared();  // wgmma reads the ones through the async proxy
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -195,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = warpgroup_index();
   if (warpgroup == kConsumers) {
     reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x == kConsumers * 128) produce(p, smem, bars);
+    if (threadIdx.x == kConsumers * 128) produce(p, base, bars);
   } else {
     reg_alloc<kConsumerRegisters>();
-    consume(p, smem, bars, warpgroup, threadIdx.x % 128);
+    consume(p, base, bars, warpgroup, threadIdx.x % 128);
   }
 }

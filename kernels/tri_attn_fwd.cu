@@ -61,8 +61,7 @@ DEV Item item_at(const Params& p, int index) {
   return it;
 }
 
-// Addresses in shared memory. Matrix tiles are addressed by the low word of their descriptor, in
-// units of 16 bytes.
+// Addresses in shared memory.
 struct Shared {
   u32 stages, q, items, full, empty, q_full, q_empty, words;
   u32 words_bytes;  // of one slice
@@ -123,15 +122,16 @@ DEV void produce(const Params& p, const Shared& s) {
 
 // ------------------------------------------------------------------------- pieces of a consumer
 
-// A stage of the ring: its first tile (descriptor word), its full barrier and that one's parity.
+// A stage of the ring: the descriptor of its first tile, its full barrier and that one's parity.
 struct Ring {
-  u32 tile, bar, phase;
+  u64 tile;
+  u32 bar, phase;
 
-  DEV Ring first(const Shared& s) { return {Smem::word(s.stages), s.full, 0}; }
+  DEV Ring first(const Shared& s) { return {Smem::desc(s.stages), s.full, 0}; }
   DEV Ring after(Ring r, const Shared& s) {
     r.tile += STAGE >> 4;
     r.bar += 8;
-    if (r.bar == s.empty) r = {Smem::word(s.stages), s.full, r.phase ^ 1};
+    if (r.bar == s.empty) r = {Smem::desc(s.stages), s.full, r.phase ^ 1};
     return r;
   }
 };
@@ -181,19 +181,18 @@ DEV void apply_mask(float (&s)[32], u64 word, int lane) {
   }
 }
 
-DEV void issue_scores(float (&s)[32], u32 q_tile, u32 k_tile) {
+DEV void issue_scores(float (&s)[32], u64 q, u64 k) {
 #pragma unroll
   for (int c = 0; c < HEAD_DIM / 16; ++c) {
-    wgmma_ss<0, 0>(s, Smem::desc_of(q_tile + c * Smem::STEP_COLS),
-                   Smem::desc_of(k_tile + c * Smem::STEP_COLS), c > 0);
+    wgmma_ss<0, 0>(s, q + c * Smem::STEP_COLS, k + c * Smem::STEP_COLS, c > 0);
   }
 }
 
-DEV void issue_output(float (&o)[NO], const u32 (&p)[16], u32 v_tile, bool accumulate) {
+DEV void issue_output(float (&o)[NO], const u32 (&p)[16], u64 v, bool accumulate) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    wgmma_rs<1>(o, p[4 * c], p[4 * c + 1], p[4 * c + 2], p[4 * c + 3],
-                Smem::desc_of(v_tile + c * Smem::STEP_ROWS), c > 0 || accumulate);
+    wgmma_rs<1>(o, p[4 * c], p[4 * c + 1], p[4 * c + 2], p[4 * c + 3], v + c * Smem::STEP_ROWS,
+                c > 0 || accumulate);
   }
 }
 
@@ -310,7 +309,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
   const int row = group * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int last = p.key_tiles - 1;
   const u32 bias_at = 2 * GROUP * KV_TILE + group * BIAS_TILE + 16 * (threadIdx.x % 128);
-  const u32 q_word = Smem::word(s.q + group * ROWS * ROW_BYTES);
+  const u64 q_first = Smem::desc(s.q + group * ROWS * ROW_BYTES);
 
   float score[2][32], x[32], bias[32], out[GROUP][NO];
   u32 prob[2][16];
@@ -341,7 +340,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
     mbar_wait(following.bar, following.phase);
   }
   Ring second = following;  // the tile of job j+2
-  u32 q_tiles = q_word;     // Q of job j+2
+  u64 q_tiles = q_first;    // Q of job j+2
   wgmma_fence();
   issue_scores(score[0], q_tiles, current.tile);
   issue_scores(score[1], q_tiles + (GROUP > 1) * (Q_TILE >> 4),
@@ -386,7 +385,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
           if (tile <= last || !last_item) second = Ring::after(second, s);
           if (tile == last + 1 && !last_item) {
             wait_q(buffer ^ 1);
-            q_tiles = q_word + (buffer ^ 1) * (GROUP * Q_TILE >> 4);
+            q_tiles = q_first + (buffer ^ 1) * (GROUP * Q_TILE >> 4);
           }
           mbar_wait(second.bar, second.phase);
           if (GROUP > 1) following = second;
@@ -409,9 +408,10 @@ DEV void consume(const Params& p, const Shared& s, int group) {
         mask_scores(score[turn ^ 1], g_next == 0 && crosses ? buffer ^ 1 : buffer,
                     g_next > 0 ? t : t < last ? t + 1 : last_item ? last : 0, g_next);
         float sum[2] = {0.f, 0.f};
-        const bool fresh = g_next == 0 ? t == last : t == 0;  // first job of its slice
-        top[0] = fresh ? -INF : rows[g_next].top[0];
-        top[1] = fresh ? -INF : rows[g_next].top[1];
+        if (GROUP == 1) complete = rows[0];
+        if (GROUP == 1 && t == last) rows[0] = Rows::none();
+        top[0] = rows[g_next].top[0];
+        top[1] = rows[g_next].top[1];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int r = i & 1;
@@ -426,14 +426,6 @@ DEV void consume(const Params& p, const Shared& s, int group) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           rows[g].sum[r] = fmaf(rows[g].sum[r], now.factor[r], sum[r]);
-        }
-        const Rows complete = rows[g];
-        if (fresh) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            rows[g_next].top[r] = -INF;
-            rows[g_next].sum[r] = 0.f;
-          }
         }
         before = now;
         now = new_shift(rows[g_next], top[0], top[1]);

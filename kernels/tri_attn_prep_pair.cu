@@ -6,17 +6,18 @@
 //   grid bias tiles + key blocks, 256 threads
 #include "tri_attn_bwd.cuh"
 
-struct PairParams {
+struct Params {
   const unsigned char* bias;  // bf16 or fp32
   const unsigned char* mask;  // bool [B, O, N] or null
   unsigned char *bias_s, *bias_st, *key_fold;
   i64 bias_stride[4];  // b, h, q, k in elements
   i64 mask_stride[3];  // b, o, n
-  int tokens, tiles, heads, outer, batch;
+  int tokens, tiles, heads, batch;
+  int outer, slices;  // slices of one batch entry and of all that have a key fold
   float scale2;
 };
 
-DEV u32 bias_bits(const PairParams& p, i64 base, int query, int key) {
+DEV u32 bias_bits(const Params& p, i64 base, int query, int key) {
   if (query >= p.tokens || key >= p.tokens) return 0;
   const i64 at = base + query * p.bias_stride[2] + key * p.bias_stride[3];
   if constexpr (kWideBias) return reinterpret_cast<const u32*>(p.bias)[at];
@@ -33,7 +34,7 @@ DEV void store_group(unsigned char* tiles, i64 tile, int i, int thread, const u3
         make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
 }
 
-DEV void arrange_bias(const PairParams& p, int block) {
+DEV void arrange_bias(const Params& p, int block) {
   const int col_tile = block % p.tiles, row_tile = block / p.tiles % p.tiles;
   const int head = block / p.tiles / p.tiles % p.heads, batch = block / p.tiles / p.tiles / p.heads;
   const i64 base = batch * p.bias_stride[0] + head * p.bias_stride[1];
@@ -52,11 +53,11 @@ DEV void arrange_bias(const PairParams& p, int block) {
   }
 }
 
-DEV void fold_keys(const PairParams& p, int block) {
+DEV void fold_keys(const Params& p, int block) {
   const int padded = p.tiles * kTile;
   const i64 item = static_cast<i64>(block) * 256 + threadIdx.x;
   const int token = item % padded, slice = item / padded % p.outer, batch = item / padded / p.outer;
-  if (batch >= p.batch) return;
+  if (item >= static_cast<i64>(p.slices) * padded) return;
   bool kept = token < p.tokens;
   if (kept && p.mask)
     kept = p.mask[batch * p.mask_stride[0] + slice * p.mask_stride[1] + token * p.mask_stride[2]];
@@ -65,7 +66,7 @@ DEV void fold_keys(const PairParams& p, int block) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    tri_attn_prep_pair(const __grid_constant__ PairParams p) {
+    tri_attn_prep_pair(const __grid_constant__ Params p) {
   const int bias_blocks = p.batch * p.heads * p.tiles * p.tiles;
   if (static_cast<int>(blockIdx.x) < bias_blocks)
     arrange_bias(p, blockIdx.x);

@@ -4,19 +4,20 @@
 // (absent: zero), and the eight fold channels that tri_attn_bwd.cuh describes. kD / 8 lanes share a
 // row; heads run fastest, as they lie in memory. Rows beyond N and rows without keys get l = -huge:
 // P = 0.
-//   grid (B * O, rows of a slice), 256 threads
+//   grid B * O * slice_blocks, 256 threads
 #include "tri_attn_bwd.cuh"
 
 constexpr bool kVector = TPF_VECTOR;  // 16-byte loads: D = kD, all strides multiples of 8
 constexpr int kLanes = kD / 8;
 
-struct RowParams {
+struct Params {
   const unsigned char *dout, *out,
       *residual;     // bf16; residual may be null and has the strides of out
   const float* lse;  // [B, O, H, N], base 2
   unsigned char* row_fold;
   i64 dout_stride[4], out_stride[4];  // b, o, h, n in elements
   int tokens, padded, heads, outer, head_dim;
+  int slice_blocks;  // blocks of one slice
   float scale2;
 };
 
@@ -44,9 +45,9 @@ DEV void split3(float x, u32 (&terms)[3]) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    tri_attn_prep_rows(const __grid_constant__ RowParams p) {
-  const int batch = blockIdx.x / p.outer, slice = blockIdx.x % p.outer;
-  const int item = blockIdx.y * 256 + threadIdx.x;
+    tri_attn_prep_rows(const __grid_constant__ Params p) {
+  const int flat = blockIdx.x / p.slice_blocks, batch = flat / p.outer, slice = flat % p.outer;
+  const int item = blockIdx.x % p.slice_blocks * 256 + threadIdx.x;
   const int part = item % kLanes, head = item / kLanes % p.heads, token = item / kLanes / p.heads;
   float delta = 0.0f;
   if (token < p.tokens) {
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int lane = 1; lane < kLanes; lane *= 2) delta += __shfl_xor_sync(0xFFFFFFFFu, delta, lane);
   if (part != 0 || token >= p.padded) return;
-  const i64 row = static_cast<i64>(blockIdx.x) * p.heads + head;
+  const i64 row = static_cast<i64>(flat) * p.heads + head;
   const float lse = token < p.tokens ? p.lse[row * p.tokens + token] : INF;
   u32 l[3] = {dropped(p.scale2), 0, 0}, d[3] = {0, 0, 0};
   if (lse < INF) {

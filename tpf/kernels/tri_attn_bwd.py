@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from tpf.kernels import jit
+from tpf.kernels import jit, tma, tri_attn
 from tpf.kernels.reference import empty_dense_like
-from tpf.kernels.tma import TensorMap, mappable, tensor_map
+from tpf.kernels.tma import TensorMap, mappable
 
 TILE = 64
 BLOCK = 128
@@ -77,6 +76,7 @@ class _RowParams(ctypes.Structure):
         ("dout_stride", ctypes.c_int64 * 4),
         ("out_stride", ctypes.c_int64 * 4),
         *((name, ctypes.c_int) for name in ("tokens", "padded", "heads", "outer", "head_dim")),
+        ("slice_blocks", ctypes.c_int),
         ("scale2", ctypes.c_float),
     ]
 
@@ -214,7 +214,7 @@ class Plan:
         self.problem = problem
         self.device = device
         self.box = (1, 1, 1, TILE, problem.width)
-        self.multiprocessors = _multiprocessors(device)
+        self.multiprocessors = tri_attn.processors(device)
         defines = variants(problem, vector)
         self.kernels = {
             name: jit.load(
@@ -228,12 +228,10 @@ class Plan:
         tiles = problem.batch * problem.heads * problem.blocks**2
         self.cut = cut_dbias(tiles, problem.outer, self.multiprocessors)
 
-    def launch(
-        self, name: str, blocks: tuple[int, int], params: ctypes.Structure, stream: int
-    ) -> None:
+    def launch(self, name: str, blocks: int, params: ctypes.Structure, stream: int) -> None:
         """Launch a kernel of 384 threads (main) or 256 (preparation and reduction)."""
         threads = THREADS if isinstance(params, MainParams) else 256
-        self.kernels[name].launch((*blocks, 1), threads, params, stream)
+        self.kernels[name].launch((blocks, 1, 1), threads, params, stream)
 
     def launch_main(self, name: str, params: MainParams, stream: int) -> None:
         """Launch a main kernel over its jobs with a persistent grid."""
@@ -245,33 +243,17 @@ class Plan:
             params.group = TUNING[name, p.width].slices
             params.groups = -(-p.outer // params.group)
             params.jobs = p.batch * params.groups * p.heads * p.blocks
-        self.launch(name, (min(params.jobs, self.multiprocessors), 1), params, stream)
+        self.launch(name, min(params.jobs, self.multiprocessors), params, stream)
 
     def encode(self, x: Tensor) -> TensorMap:
         """Return the tensor map of an operand, one box a 64-token tile of one head."""
-        return tensor_map(x, self.box, self.problem.width * 2)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return tma.tensor_map(x, self.box, self.problem.width * 2)
 
 
 @functools.lru_cache(maxsize=256)
 def plan(problem: Problem, device: int, vector: bool) -> Plan:
     """Return the plan of these sizes, compiling its kernels the first time."""
     return Plan(problem, device, vector)
-
-
-def _stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-def operand(x: Tensor) -> Tensor:
-    """Return x [B, O, H, N, D] itself if the copy engine can read it, else a padded dense copy."""
-    if mappable(x):
-        return x
-    return F.pad(x, (0, -x.shape[-1] % 8)).transpose(2, 3).contiguous().transpose(2, 3)
 
 
 def target(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,10 +269,12 @@ class Call:
     """One backward call: its plan, the prepared inputs and the launches."""
 
     def __init__(self, q: Tensor, bias: Tensor, scale: float, vector: bool) -> None:
-        problem = Problem(*q.shape, bias.dtype == torch.float32)
+        b, o, h, n, d = q.shape
+        problem = Problem(b, o, h, n, d, bias.dtype == torch.float32)
         self.device = q.device
-        self.plan = plan(problem, q.device.index or 0, vector)
-        self.stream = _stream(q.device.index or 0)
+        index = tri_attn.device_index(q)
+        self.plan = plan(problem, index, vector)
+        self.stream = tri_attn.raw_stream(index)
         self.scale = scale
         self.scale2 = math.copysign(max(abs(scale * LOG2E), SMALLEST_SCALE), scale)
 
@@ -302,14 +286,13 @@ class Call:
         """Return the query folds: log-sums and softmax corrections as channels."""
         p = self.plan.problem
         fold = self.empty(p.batch * p.outer * p.heads * p.padded * FOLD_BYTES)
+        slice_blocks = -(-p.padded * p.heads * p.width // (8 * 256))
         params = _RowParams(
             dout.data_ptr(), out.data_ptr(), residual.data_ptr() if residual.numel() else None,
             lse.data_ptr(), fold.data_ptr(), dout.stride()[:4], out.stride()[:4],
-            p.tokens, p.padded, p.heads, p.outer, p.head_dim, self.scale2,
+            p.tokens, p.padded, p.heads, p.outer, p.head_dim, slice_blocks, self.scale2,
         )  # fmt: skip
-        per_slice = p.padded * p.heads * p.width // 8
-        blocks = p.batch * p.outer, -(-per_slice // 256)
-        self.plan.launch(PREP_ROWS, blocks, params, self.stream)
+        self.plan.launch(PREP_ROWS, p.batch * p.outer * slice_blocks, params, self.stream)
         return fold
 
     def prepare_pair(self, bias: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +308,7 @@ class Call:
             p.tokens, p.tiles, p.heads, p.batch, p.outer, slices, self.scale2,
         )  # fmt: skip
         blocks = p.batch * p.heads * p.tiles**2 + -(-slices * p.padded // 256)
-        self.plan.launch(PREP_PAIR, (blocks, 1), params, self.stream)
+        self.plan.launch(PREP_PAIR, blocks, params, self.stream)
         return rows, columns, fold
 
     def main_params(
@@ -352,7 +335,7 @@ class Call:
             partial.data_ptr(), gradient.data_ptr(), gradient.stride(),
             p.tokens, p.tiles, p.heads, cut.whole, cut.rest, cut.chunks,
         )  # fmt: skip
-        self.plan.launch(REDUCE, (p.batch * p.heads * p.tiles**2, 1), sums, self.stream)
+        self.plan.launch(REDUCE, p.batch * p.heads * p.tiles**2, sums, self.stream)
         return gradient
 
 
@@ -378,7 +361,7 @@ def tri_attn_bwd(
     call = Call(q, bias, scale, vector)
     row_fold = call.prepare_rows(out, lse, residual, dout)
     bias_s, bias_st, key_fold = call.prepare_pair(bias, mask)
-    inputs = [operand(x) for x in (q, k, v, dout)]
+    inputs = [tri_attn.mapped(x) for x in (q, k, v, dout)]
     targets = [target(x) for x in (q, k, v)]
     maps = [call.plan.encode(x) for x in (*inputs, *(written for _, written in targets))]
     params = call.main_params(maps, row_fold, key_fold, mask is not None)

@@ -41,6 +41,14 @@ struct alignas(64) TensorMap {
 struct uint4 {
   u32 x, y, z, w;
 };
+struct uint2 {
+  u32 x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Dim3 {
   unsigned x, y, z;
@@ -146,8 +154,12 @@ static inline float bf16(const unsigned char* p) {
 static inline float element(u64 desc, int mn, int k, bool trans) {
   const u32 start = (desc & 0x3fff) << 4, group = (desc >> 32 & 0x3fff) << 4;
   const int mode = desc >> 62;
+  if (mode == 0) {  // no swizzle: rows of 16 bytes, the second eight columns one leading offset on
+    if (trans) fail("transposed operand without swizzle");
+    const u32 leading = (desc >> 16 & 0x3fff) << 4;
+    return bf16(at(start + mn / 8 * group + mn % 8 * 16 + k / 8 * leading + k % 8 * 2));
+  }
   const u32 row_bytes = mode == 1 ? 128 : mode == 2 ? 64 : mode == 3 ? 32 : 0;
-  if (!row_bytes) fail("descriptor without swizzle");
   const int row = trans ? k : mn, column = trans ? mn : k;
   if (trans && 2 * mn >= static_cast<int>(row_bytes)) fail("operand wider than its swizzle row");
   const u32 raw = start + row / 8 * group + row % 8 * row_bytes + 2 * column;
@@ -264,6 +276,28 @@ DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, Coordinate... coordina
   b.bytes -= offset;
   emu::settle(b);
 }
+// Writes a box [rows][columns] of a map of rank 5; parts outside the tensor are dropped.
+DEV void tma_store(const TensorMap* map, u32 src, int c0, int c1, int c2, int c3, int c4) {
+  const i64 at[5] = {c0, c1, c2, c3, c4};
+  const u32 size = map->opaque[1], swizzle = map->opaque[3];
+  const u64 *shape = map->opaque + 4, *stride = map->opaque + 9;
+  u32 box[5];
+  memcpy(box, map->opaque + 13, sizeof box);
+  if (map->opaque[2] != 5 || box[2] * box[3] * box[4] != 1) emu::fail("tensor map of a store");
+  for (u32 row = 0; row < box[1]; ++row)
+    for (u32 column = 0; column < box[0]; ++column) {
+      const i64 place[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]};
+      bool inside = true;
+      unsigned char* to = reinterpret_cast<unsigned char*>(map->opaque[0]) + place[0] * size;
+      for (int d = 0; d < 5; ++d) {
+        inside &= place[d] >= 0 && place[d] < i64(shape[d]);
+        if (d > 0) to += place[d] * i64(stride[d - 1]);
+      }
+      u32 raw = src + (row * box[0] + column) * size;
+      if (swizzle) raw ^= (raw >> 7 & (swizzle / 16 - 1)) << 4;
+      if (inside) memcpy(to, emu::at(raw), size);
+    }
+}
 DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   if (bytes % 16 || dst % 16 || reinterpret_cast<u64>(src) % 16) emu::fail("bulk_load alignment");
   memcpy(emu::at(dst), src, bytes);
@@ -289,6 +323,14 @@ DEV void reg_alloc() {}
 template <int Registers>
 DEV void reg_dealloc() {}
 DEV void named_sync(int id, int threads) { emu::meet(emu::named[id], threads); }
+DEV void named_arrive(int id, int threads) {
+  emu::Rendezvous& r = emu::named[id];
+  emu::progress();
+  if (++r.count == threads) {
+    r.count = 0;
+    ++r.generation;
+  }
+}
 DEV bool elect_one() { return emu::lane() == 0; }
 DEV void grid_wait() {}
 DEV void grid_launch_next() {}
@@ -314,6 +356,15 @@ static inline T shared_value(u32 addr) {
 DEV uint4 lds128(u32 addr) { return shared_value<uint4>(addr); }
 DEV u64 lds64(u32 addr) { return shared_value<u64>(addr); }
 DEV float lds32f(u32 addr) { return shared_value<float>(addr); }
+DEV u32 lds32(u32 addr) { return shared_value<u32>(addr); }
+DEV void sts32(u32 addr, u32 v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV void ldmatrix(u32 (&v)[4], u32 addr) {
+  const u64 mine[4] = {addr};
+  auto* all = emu::exchange(emu::warp(), 32, emu::lane(), mine);
+  u32 rows[4];
+  for (int i = 0; i < 4; ++i) rows[i] = static_cast<u32>(all[8 * i + emu::lane() / 4][0]);
+  for (int i = 0; i < 4; ++i) v[i] = shared_value<u32>(rows[i] + emu::lane() % 4 * 4);
+}
 DEV void sts128(u32 addr, uint4 v) { memcpy(emu::at(addr), &v, sizeof v); }
 
 DEV void wgmma_fence() {}

@@ -1,0 +1,160 @@
+"""The attention backward: kernels run on the CPU, compiled variants, division of the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.emulate import emulated
+from tpf.kernels import jit, reference
+from tpf.kernels import tri_attn_bwd as backward
+from tpf.kernels.tri_attn_bwd import Problem
+
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+REASON = jit.compiler_available()
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> Iterator[None]:
+    backward.plan.cache_clear()
+    yield
+    backward.plan.cache_clear()
+
+
+def inputs(
+    shape: tuple[int, int, int, int, int], *, fp32_bias: bool = False, end: bool = False
+) -> list[Tensor]:
+    """Return q, k, v, bias and dout as the projections lay them out (end: of a transposed pair)."""
+    b, o, h, n, d = shape
+
+    def operand() -> Tensor:
+        if end:
+            return torch.randn(b, n, o, h, d).bfloat16().permute(0, 2, 3, 1, 4)
+        return torch.randn(b, o, n, h, d).bfloat16().transpose(2, 3)
+
+    q, k, v, dout = (operand() for _ in range(4))
+    bias = torch.randn(b, n, n, h).permute(0, 3, 1, 2) if end else torch.randn(b, h, n, n)
+    return [q, k, v, bias.to(torch.float32 if fp32_bias else torch.bfloat16), dout]
+
+
+def random_mask(shape: tuple[int, int, int, int, int]) -> Tensor:
+    mask = torch.rand(shape[0], shape[1], shape[3]) > 0.3
+    mask[:, 0] = False
+    return mask
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dout: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    saved = reference.attention_forward(q, k, v, bias, mask, scale, True)
+    with emulated():
+        return backward.tri_attn_bwd(q, k, v, bias, mask, scale, *saved, dout)
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dout: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    wide = [x.double() for x in (q, k, v, bias)]
+    saved = reference.attention_forward(*wide, mask, scale, False)
+    return reference.attention_backward(dout.double(), *wide, mask, scale, *saved)
+
+
+def check(tensors: list[Tensor], mask: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """Compare with FP64: rounding the result (.17 %) and, for dK and dV, one factor (.24 %)."""
+    got = run(*tensors, mask, scale)
+    want = exact(*tensors, mask, scale)
+    limits = (0.0019, 0.0028, 0.0028, 0.0021)
+    for name, g, w, x, limit in zip(GRADIENTS, got, want, tensors, limits, strict=False):
+        assert g.shape == x.shape and g.dtype == x.dtype, name
+        assert g.isfinite().all(), name
+        assert (g - w).norm() <= limit * w.norm() + 1e-6, name
+    return got
+
+
+@pytest.mark.parametrize(
+    ("shape", "masked", "fp32_bias", "end"),
+    [
+        ((1, 3, 2, 70, 32), True, False, False),
+        ((2, 5, 1, 130, 16), True, True, True),
+        ((1, 2, 1, 65, 64), False, False, False),
+        ((1, 2, 2, 9, 24), True, False, True),
+        ((1, 1, 1, 1, 1), False, True, False),
+    ],
+)
+def test_gradients_match_fp64(
+    shape: tuple[int, int, int, int, int], masked: bool, fp32_bias: bool, end: bool
+) -> None:
+    tensors = inputs(shape, fp32_bias=fp32_bias, end=end)
+    got = check(tensors, random_mask(shape) if masked else None, 1 / math.sqrt(shape[-1]))
+    if masked:  # the first slice has no keys
+        assert all(not g[:, 0].any() for g in got[:3])
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_any_scale(scale: float) -> None:
+    check(inputs((1, 2, 1, 20, 16)), None, scale)
+
+
+def test_fp32_bias_gets_an_exact_gradient() -> None:
+    tensors = inputs((1, 4, 1, 40, 16), fp32_bias=True)
+    dbias = run(*tensors, None, 0.25)[3]
+    want = exact(*tensors, None, 0.25)[3]
+    assert (dbias - want).norm() < 1e-5 * want.norm()
+
+
+def test_unaligned_operands_are_copied_and_gradients_keep_their_layout() -> None:
+    tensors = [torch.randn(1, 3, 2, 20, 10).bfloat16()[..., 1:8] for _ in range(3)]
+    bias = torch.randn(1, 2, 20, 20).bfloat16()
+    dout = torch.randn(1, 3, 20, 2, 7).bfloat16().transpose(2, 3)
+    got = check([*tensors, bias, dout], None, 0.4)
+    for g, x in zip(got, tensors, strict=False):
+        assert g.stride() == reference.empty_dense_like(x).stride()
+
+
+def test_unwritten_memory_does_not_reach_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        backward.Call, "empty", lambda self, size: torch.full((size,), 0xFF, dtype=torch.uint8)
+    )
+    check(inputs((1, 3, 1, 33, 16)), random_mask((1, 3, 1, 33, 16)), 0.25)
+
+
+@pytest.mark.parametrize("outer", [1, 7, 384])
+@pytest.mark.parametrize("tiles", [1, 36, 100, 132, 144, 500])
+def test_dbias_cut_covers_every_slice_once(tiles: int, outer: int) -> None:
+    cut = backward.cut_dbias(tiles, outer, 132)
+    assert cut.whole + cut.rest == tiles and cut.whole % 132 == 0
+    assert (cut.chunks - 1) * cut.chunk < outer <= cut.chunks * cut.chunk
+    assert cut.jobs <= max(backward.PARTIAL_SLOTS, tiles)
+
+
+def test_dbias_cut_fills_the_last_wave() -> None:
+    assert backward.cut_dbias(144, 768, 132) == backward.Cut(132, 12, 11, 70)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPF_CACHE", str(folder))
+        yield folder
+
+
+@needs_compiler
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_variants_compile_without_spills(width: int, wide: bool) -> None:
+    problem = Problem(1, 64, 4, 64, width, wide)
+    for name, defines in backward.variants(problem).items():
+        binary = jit.build(name, defines)
+        assert binary.spill_bytes == 0, binary.log
+        assert not binary.warnings, binary.log
+        if name in (backward.KV, backward.Q, backward.BIAS):
+            assert binary.registers == 168, binary.log  # 65536 / 384 threads
+            assert backward.shared_bytes(name, problem)[1] <= backward.SHARED_LIMIT
