@@ -1,8 +1,9 @@
 """Check and time the backward of triangle attention on one Hopper GPU.
 
-Usage: python benchmarks/attention_bwd_check.py [--tiny] [--flex] [--json FILE]. Gradients are
-compared with FP64 on the same inputs (relative L2 error in percent), repeated calls must agree
-bitwise, and each kernel is timed by events.
+Usage: python benchmarks/attention_bwd_check.py [--tiny] [--no-shapes] [--variants] [--paper]
+[--flex] [--json FILE]. Gradients are compared with FP64 on the same inputs (relative L2 error in
+percent), repeated calls must agree bitwise, and each kernel is timed by events. --variants times
+other tunings of the main kernels, --paper the paper's algorithm, --flex compiled flex_attention.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +23,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpf.kernels import jit, reference, tri_attn_bwd
+from tpf.kernels import jit, reference
+from tpf.kernels import tri_attn_bwd_plan as plans
+from tpf.kernels.tri_attn_bwd import tri_attn_bwd
+from tpf.kernels.tri_attn_bwd_paper import tri_attn_bwd_paper
 
 DEVICE = "cuda"
 NAMES = ("dq", "dk", "dv", "dbias")
@@ -50,14 +55,16 @@ def make_inputs(
     return q, k, v, bias.permute(0, 3, 1, 2) if end else bias, keep, dout
 
 
-def gradients(inputs: Inputs, compensate: bool = True) -> tuple[tuple[Tensor, ...], Callable]:
+def gradients(
+    inputs: Inputs, backward: Callable = tri_attn_bwd, compensate: bool = True
+) -> tuple[tuple[Tensor, ...], Callable]:
     """Return our gradients and a function that computes them again."""
     q, k, v, bias, mask, dout = inputs
     scale = q.shape[-1] ** -0.5
     out, lse, residual = reference.attention_forward(q, k, v, bias, mask, scale, compensate)
 
     def call() -> tuple[Tensor, ...]:
-        return tri_attn_bwd.tri_attn_bwd(q, k, v, bias, mask, scale, out, lse, residual, dout)
+        return backward(q, k, v, bias, mask, scale, out, lse, residual, dout)
 
     return call(), call
 
@@ -120,7 +127,7 @@ def poison() -> None:
         del blocks
 
 
-def check_shapes(results: dict, tiny: bool) -> None:
+def check_shapes(results: dict, tiny: bool, backward: Callable = tri_attn_bwd) -> None:
     cases = [(1, 2, 1, 1, 8, {}), (1, 3, 2, 65, 32, {"mask": True})]
     if not tiny:
         sizes = (7, 16, 63, 64, 127, 128, 129, 200, 257)
@@ -138,7 +145,7 @@ def check_shapes(results: dict, tiny: bool) -> None:
     for b, o, h, n, d, flags in cases:
         inputs = make_inputs(b, o, h, n, d, **flags)
         poison()
-        got, call = gradients(inputs)
+        got, call = gradients(inputs, backward)
         torch.cuda.synchronize()
         found = errors(inputs, got)
         same = all(torch.equal(x, y) for _ in range(2) for x, y in zip(got, call(), strict=True))
@@ -147,26 +154,53 @@ def check_shapes(results: dict, tiny: bool) -> None:
         if bad or n >= 384 or tiny:
             print("BAD" if bad else "ok ", (b, o, h, n, d), flags, [f"{e:.4f}" for e in found],
                   "" if same else "NOT REPEATABLE", flush=True)  # fmt: skip
-        results[f"error {(b, o, h, n, d)} {flags}"] = found
-    print(f"{len(cases)} shapes, worst %:", [f"{e:.4f}" for e in worst], flush=True)
+        results[f"{backward.__name__} error {(b, o, h, n, d)} {flags}"] = found
+    print(f"{backward.__name__}: {len(cases)} shapes, worst %:", [f"{e:.4f}" for e in worst],
+          flush=True)  # fmt: skip
 
 
-def time_shapes(results: dict, flex: bool) -> None:
+def time_variants(results: dict) -> None:
+    """Time other tunings of the dK, dV and dQ kernels at N = 768."""
+    tuning = plans.Tuning
+    choices = {
+        (plans.KV, 32): [(2, False), (2, False, True), (1, False), (1, True), (1, True, True)],
+        (plans.Q, 32): [(2, True), (2, True, True), (2, False), (2, False, True), (1, True)],
+        (plans.KV, 16): [(2, False), (2, False, True), (2, True), (2, True, True)],
+        (plans.Q, 16): [(4, True), (4, True, True), (4, False), (4, False, True), (2, True)],
+    }
+    inputs = {d: make_inputs(1, 768, 4, 768, d) for d in (16, 32)}
+    for (kernel, d), options in choices.items():
+        for option in options:
+            usual = plans.TUNING[kernel, d]
+            plans.TUNING[kernel, d] = tuning(*option)
+            plans.plan.cache_clear()
+            try:
+                _, call = gradients(inputs[d])
+                ms = kernel_ms(call)[kernel]
+            finally:
+                plans.TUNING[kernel, d] = usual
+                plans.plan.cache_clear()
+            results[f"variant {kernel} D={d} {option}"] = ms
+            print(f"{kernel} D={d} slices, split, turns {option}: {ms:.3f}", flush=True)
+
+
+def time_shapes(results: dict, backward: Callable) -> None:
     for d in (32, 16):
         for n in (384, 640, 768):
             inputs = make_inputs(1, n, 4, n, d)
-            _, call = gradients(inputs)
+            _, call = gradients(inputs, backward)
             row = {"total": median_ms(call), **kernel_ms(call)}
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             call()
             row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            results[f"time D={d} N={n}"] = row
-            print(f"D={d} N={n}", {k.replace("tri_attn_", ""): round(v, 3) for k, v in row.items()},
-                  flush=True)  # fmt: skip
-    if not flex:
-        return
+            results[f"{backward.__name__} time D={d} N={n}"] = row
+            shown = {k.replace("tri_attn_", ""): round(v, 3) for k, v in row.items()}
+            print(f"{backward.__name__} D={d} N={n}", shown, flush=True)
+
+
+def time_flex(results: dict) -> None:
     from tpf.kernels.flex import flex_triangle_attention
 
     for d in (32, 16):
@@ -179,16 +213,41 @@ def time_shapes(results: dict, flex: bool) -> None:
         print(f"flex backward D={d} N=768: {ms:.3f}", flush=True)
 
 
+def host_us(repeats: int = 200) -> float:
+    """Return the host time of one call in microseconds."""
+    _, call = gradients(make_inputs(1, 64, 4, 64, 32))
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent / repeats * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--flex", action="store_true")
+    for flag in ("tiny", "no-shapes", "variants", "paper", "flex"):
+        parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict = {"gpu": torch.cuda.get_device_name()}
-    check_shapes(results, args.tiny)
+    if not args.no_shapes:
+        check_shapes(results, args.tiny)
     if not args.tiny:
-        time_shapes(results, args.flex)
+        time_shapes(results, tri_attn_bwd)
+        results["host us"] = host_us()
+        print(f"host time of a call: {results['host us']:.0f} us", flush=True)
+    if args.variants:
+        time_variants(results)
+    if args.paper:
+        check_shapes(results, args.tiny, tri_attn_bwd_paper)
+        if not args.tiny:
+            time_shapes(results, tri_attn_bwd_paper)
+    if args.flex:
+        time_flex(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpf.kernels import ops, reference
+from tpf.kernels import library, reference
 
 SIZES = (1, 7, 16, 63, 64, 65, 127, 128, 129, 200, 257, 384, 512, 640, 767, 768, 1024)
 HEAD_WIDTHS = (8, 16, 24, 32, 48, 64, 13)
@@ -108,7 +108,7 @@ def check_case(case: Case, backward: bool) -> dict[str, float]:
     """Return the errors of a case against FP64, and 1.0 under ``repeat`` if calls differ."""
     q, k, v, bias, mask = make(case)
     scale = 1 / math.sqrt(case.d)
-    out, lse, residual = ops.tri_attn_fwd(q, k, v, bias, mask, scale, True, "cuda")
+    out, lse, residual = library.tri_attn_fwd(q, k, v, bias, mask, scale, True, "cuda")
     exact, exact_lse, _ = reference.attention_forward(
         q.double(), k.double(), v.double(), bias.double(), mask, scale, False
     )
@@ -120,21 +120,21 @@ def check_case(case: Case, backward: bool) -> dict[str, float]:
         "lse": float((lse.double() - exact_lse)[finite].abs().max()) if finite.any() else 0.0,
         "empty": float((lse[~finite] != math.inf).sum() + out[~finite].abs().sum()),
     }
-    again = ops.tri_attn_fwd(q, k, v, bias, mask, scale, True, "cuda")
-    plain = ops.tri_attn_fwd(q, k, v, bias, mask, scale, False, "cuda")
+    again = library.tri_attn_fwd(q, k, v, bias, mask, scale, True, "cuda")
+    plain = library.tri_attn_fwd(q, k, v, bias, mask, scale, False, "cuda")
     same = all(torch.equal(x, y) for x, y in zip((out, lse, residual), again, strict=True))
     errors["repeat"] = float(not (same and torch.equal(plain[0], out)))
     if backward:
         dout = heads(case)
         saved = (scale, out, lse, residual)
-        grads = ops.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
+        grads = library.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
         wide = [x.double() for x in (dout, q, k, v, bias)]
         want = reference.attention_backward(
             *wide, mask, scale, exact, exact_lse, exact.new_empty(0)
         )
         for name, grad, right in zip(("dq", "dk", "dv", "dbias"), grads, want, strict=True):
             errors[name] = relative(grad, right)
-        again = ops.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
+        again = library.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
         if not all(torch.equal(x, y) for x, y in zip(grads, again, strict=True)):
             errors["repeat"] += 2.0
     return errors
@@ -229,14 +229,14 @@ def time_shape(n: int, d: int, backward: bool, flex: bool) -> dict[str, float]:
     scale = 1 / math.sqrt(d)
     args = (q, k, v, bias, None, scale)
     found = {
-        "fwd": milliseconds(lambda: ops.tri_attn_fwd(*args, False, "cuda")),
-        "fwd_residual": milliseconds(lambda: ops.tri_attn_fwd(*args, True, "cuda")),
-        "host_fwd_us": host_microseconds(lambda: ops.tri_attn_fwd(*args, True, "cuda")),
+        "fwd": milliseconds(lambda: library.tri_attn_fwd(*args, False, "cuda")),
+        "fwd_residual": milliseconds(lambda: library.tri_attn_fwd(*args, True, "cuda")),
+        "host_fwd_us": host_microseconds(lambda: library.tri_attn_fwd(*args, True, "cuda")),
     }
     dout = torch.randn_like(q)
     if backward:
-        saved = ops.tri_attn_fwd(*args, True, "cuda")
-        call = lambda: ops.tri_attn_bwd(dout, *args, *saved, "cuda")  # noqa: E731
+        saved = library.tri_attn_fwd(*args, True, "cuda")
+        call = lambda: library.tri_attn_bwd(dout, *args, *saved, "cuda")  # noqa: E731
         found["bwd"] = milliseconds(call)
         found["host_bwd_us"] = host_microseconds(call)
     if flex:

@@ -172,6 +172,12 @@ DEV bool elect_one() {
                : "=r"(chosen));
   return chosen;
 }
+// threadIdx.x read here and now: rare code that uses it keeps no register alive meanwhile.
+DEV int thread_now() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 DEV u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

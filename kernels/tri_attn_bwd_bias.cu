@@ -4,21 +4,18 @@
 // keys, two 64 x 64 halves, and adds P * dP over its slices in ascending order, in fp32 and without
 // rounding dS. A job leaves one partial; tri_attn_bwd_reduce adds the few of a tile.
 //   producer   warpgroup 2, one thread: per slice Q, dO, query fold, K, V, key fold
-//   consumers  warpgroups 0, 1: 240 registers (64 sums, 128 scores)
-//   smem       kStages x {(Q, dO, fold)[2], (K, V, fold)[2]}, fp32 bias of the job, ones, barriers
+//   consumers  warpgroups 0, 1: 240 registers (64 sums, 96 scores, 32 bias as bf16 pairs)
+//   smem       kStages x {(Q, dO, fold)[2], (K, V, fold)[2]}, an fp32 bias of the job, ones,
+//   barriers
 #include "tri_attn_bwd_main.cuh"
 
 constexpr int kStages = TPF_STAGES;
 constexpr int kHalves = 2;
-#ifndef TPF_FRAGMENTS
-#define TPF_FRAGMENTS (kD < 64)
-#endif
-constexpr bool kInRegisters = TPF_FRAGMENTS;
+constexpr bool kInRegisters = kD < 64;  // fragments of Q and dO
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = (kConsumers + kHalves) * kSliceBytes;
 constexpr int kBias = kStages * kStageBytes;
-constexpr int kBiasTile = kTile * kTile * 4;
-constexpr int kOnes = kBias + kConsumers * kHalves * kBiasTile;
+constexpr int kOnes = kBias + (kWideBias ? kConsumers * kHalves * kBiasBytes : 0);
 constexpr int kBarriers = kOnes + kFoldBytes;
 constexpr int kSmemBytes = kBarriers + 16 * kStages + 1024;
 static_assert(kSmemBytes <= 232448, "shared memory of one block");
@@ -80,138 +77,131 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
-// Read four consecutive values of a bias fragment from global memory, times log2(e).
-DEV uint4 read_bias(const Params& p, i64 tile, int index) {
-  float x[4];
-  if constexpr (kWideBias) {
-    const float4 w =
-        *reinterpret_cast<const float4*>(p.bias_s + (tile * kTile * kTile + index) * 4);
-    x[0] = w.x, x[1] = w.y, x[2] = w.z, x[3] = w.w;
-  } else {
-    const uint2 w = *reinterpret_cast<const uint2*>(p.bias_s + (tile * kTile * kTile + index) * 2);
-    x[0] = __uint_as_float(w.x << 16), x[1] = __uint_as_float(w.x & 0xFFFF0000u);
-    x[2] = __uint_as_float(w.y << 16), x[3] = __uint_as_float(w.y & 0xFFFF0000u);
+// This thread's bias of one half, from global memory (fp32: through its own part of `tile`).
+DEV void fetch_bias(BiasTile& bias, const unsigned char* from, u32 tile, int thread) {
+  bias.address = tile + thread * 16;
+#pragma unroll
+  for (int i = 0; i < kBiasBytes / 2048; ++i) {
+    const uint4 w = reinterpret_cast<const uint4*>(from)[i * 128 + thread];
+    if constexpr (kWideBias) {
+      sts128(bias.address + i * 2048, w);
+    } else {
+      bias.words[4 * i] = w.x, bias.words[4 * i + 1] = w.y;
+      bias.words[4 * i + 2] = w.z, bias.words[4 * i + 3] = w.w;
+    }
   }
-  return make_uint4(__float_as_uint(x[0] * LOG2E), __float_as_uint(x[1] * LOG2E),
-                    __float_as_uint(x[2] * LOG2E), __float_as_uint(x[3] * LOG2E));
 }
 
-// The A operands of a warpgroup: Q and dO fragments (kept in shared memory at kD = 64) and the
-// fold.
-struct Queries {
-  u32 q[kInRegisters ? kD / 4 : 1], dout[kInRegisters ? kD / 4 : 1], fold[2];
+// The A operands of a warpgroup for one of the products: fragments and fold (fragments stay in
+// shared memory at kD = 64).
+struct Rows {
+  u32 fragment[kInRegisters ? kD / 4 : 1], fold[2];
 };
 
-// Four registers per k16 step of the A operand: rows of this warp, 16 channels.
-DEV void load_fragments(u32* fragment, u32 tile, int thread) {
-  const int lane = thread % 32;
-  const int row = thread / 32 * 16 + lane % 16, byte = lane / 16 * 16;
-#pragma unroll
-  for (int step = 0; step < kD / 16; ++step) {
-    u32 v[4];
-    ldmatrix(v, tile + Operand::offset(row, byte + step * 32));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fragment[4 * step + i] = v[i];
-  }
-}
-
-DEV void load_queries(Queries& a, u32 mine, int thread) {
-  if constexpr (kInRegisters) {
-    load_fragments(a.q, mine, thread);
-    load_fragments(a.dout, mine + kOperandBytes, thread);
-  }
-  const u32 fold =
-      mine + 2 * kOperandBytes + (thread / 32 * 16 + thread % 32 / 4) * 16 + thread % 4 * 4;
-  a.fold[0] = lds32(fold);
-  a.fold[1] = lds32(fold + 8 * 16);
-}
-
-DEV void product(float (&acc)[32], const u32* fragment, u64 a, u64 b, const u32 (&fold_a)[2],
-                 u64 fold_b) {
+// Read the rows of a (Q, dO, fold) group; `which` 0 takes Q, 1 takes dO.
+DEV void load_rows(Rows& rows, u32 mine, int which, int thread) {
+  const int lane = thread % 32, first = thread / 32 * 16;
   if constexpr (kInRegisters) {
 #pragma unroll
-    for (int step = 0; step < kD / 16; ++step)
-      wgmma_rs<0>(acc, fragment[4 * step], fragment[4 * step + 1], fragment[4 * step + 2],
-                  fragment[4 * step + 3], b + step * Operand::STEP_COLS, step > 0);
-    wgmma_rs<0>(acc, fold_a[0], fold_a[1], 0, 0, fold_b, 1);
+    for (int step = 0; step < kD / 16; ++step) {
+      u32 v[4];
+      ldmatrix(v, mine + which * kOperandBytes +
+                      Operand::offset(first + lane % 16, lane / 16 * 16 + step * 32));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows.fragment[4 * step + i] = v[i];
+    }
+  }
+  const u32 fold = mine + 2 * kOperandBytes + (first + lane / 4) * 16 + lane % 4 * 4;
+  rows.fold[0] = lds32(fold);
+  rows.fold[1] = lds32(fold + 8 * 16);
+}
+
+// acc[64 queries x 64 keys] = rows . b^T; `a` describes the rows in shared memory.
+DEV void product(float (&acc)[32], const Rows& rows, u64 a, u64 b, u64 fold) {
+  if constexpr (kInRegisters) {
+#pragma unroll
+    for (int step = 0; step < kD / 16; ++step) {
+      const u32* f = rows.fragment + 4 * step;
+      wgmma_rs<0>(acc, f[0], f[1], f[2], f[3], b + step * Operand::STEP_COLS, step > 0);
+    }
+    wgmma_rs<0>(acc, rows.fold[0], rows.fold[1], 0, 0, fold, 1);
   } else {
-    product_with_fold(acc, a, b, fold_a, fold_b);
+    product_with_fold(acc, a, b, rows.fold, fold);
   }
 }
 
-// S and dP of 64 queries x one half of the keys.
-DEV void half_scores(float (&s)[32], float (&dp)[32], u32 stage, int warpgroup, int half,
-                     const Queries& a, u64 ones) {
-  const u64 operands = Operand::desc(stage), folds = fold_descriptor(stage);
-  const u64 q = further(operands, warpgroup * kSliceBytes),
-            k = further(operands, (kConsumers + half) * kSliceBytes);
-  const u64 fold = further(folds, (kConsumers + half) * kSliceBytes + 2 * kOperandBytes);
-  product(s, a.q, q, k, a.fold, fold);
-  product(dp, a.dout, further(q, kOperandBytes), further(k, kOperandBytes), a.fold, ones);
+// Descriptors of a stage: Q of a warpgroup (dO follows it), K of a half (V follows it), its fold.
+DEV u64 query_operand(u32 stage, int warpgroup) {
+  return further(Operand::desc(stage), warpgroup * kSliceBytes);
 }
-
-// sum += P * dP
-DEV void accumulate_half(float (&sum)[32], float (&s)[32], const float (&dp)[32], u32 bias,
-                         float scale2) {
-  probabilities(s, bias, scale2);
-#pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] += s[i] * dp[i];
+DEV u64 key_operand(u32 stage, int half) {
+  return further(Operand::desc(stage), (kConsumers + half) * kSliceBytes);
+}
+DEV u64 key_fold(u32 stage, int half) {
+  return further(fold_descriptor(stage), (kConsumers + half) * kSliceBytes + 2 * kOperandBytes);
 }
 
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   const u64 ones = fold_descriptor(smem + kOnes);
-  const u32 my_bias = smem + kBias + warpgroup * kHalves * kBiasTile + thread * 16;
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Tiles t = decode_tiles(p, job);
-    const int query_tile = t.query_block * kConsumers + warpgroup;
-    float sum[kHalves][32];
+    BiasTile bias[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const i64 tile =
-          bias_tile_index(p, t.batch, t.head, query_tile, t.key_block * kHalves + half);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        // Each thread keeps its own fragment, so no barrier is needed.
-        sts128(my_bias + half * kBiasTile + i * 2048,
-               read_bias(p, tile, fragment_index(i, thread)));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[half][4 * i + e] = 0.0f;
-      }
+      const i64 tile = bias_tile_index(p, t.batch, t.head, t.query_block * kConsumers + warpgroup,
+                                       t.key_block * kHalves + half);
+      fetch_bias(bias[half], p.bias_s + tile * kBiasBytes,
+                 smem + kBias + (warpgroup * kHalves + half) * kBiasBytes, thread);
     }
-    float s[kHalves][32], dp[kHalves][32];
-    Queries a;
+    float sum[kHalves][32], s[kHalves][32], dp[32];
+    Rows q, dout;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[half][i] = 0.0f;
+    }
+    u32 stage = smem + ring.index * kStageBytes;
     mbar_wait(bars.full(ring.index), ring.parity);
-    load_queries(a, smem + ring.index * kStageBytes + warpgroup * kSliceBytes, thread);
+    load_rows(q, stage + warpgroup * kSliceBytes, 0, thread);
     wgmma_fence();
-    half_scores(s[0], dp[0], smem + ring.index * kStageBytes, warpgroup, 0, a, ones);
+    product(s[0], q, query_operand(stage, warpgroup), key_operand(stage, 0), key_fold(stage, 0));
     wgmma_commit();
     wgmma_wait<0>();
-    // Each half is computed while the products of the next half run; the last step repeats a
-    // product in vain because a product under a condition would serialise all of them.
+    // While a half computes its exponentials, the tensor cores work on its dP and on S of the next
+    // half. After the last slice its own stage stands in for the next: a product in vain, because
+    // a product under a condition would serialise all of them.
     for (int slice = t.begin; slice < t.end; ++slice) {
-      const u32 current = smem + ring.index * kStageBytes;
-      const int this_stage = ring.index;
-      wgmma_fence();
-      half_scores(s[1], dp[1], current, warpgroup, 1, a, ones);
-      wgmma_commit();
-      accumulate_half(sum[0], s[0], dp[0], my_bias, p.scale2);
-      wgmma_wait<0>();
-      u32 next = current;
-      ring.advance();
-      if (slice + 1 < t.end) {
-        release(bars.empty(this_stage), thread);
-        next = smem + ring.index * kStageBytes;
-        mbar_wait(bars.full(ring.index), ring.parity);
+      const u32 full = bars.full(ring.index), empty = bars.empty(ring.index), parity = ring.parity;
+      u32 next_stage = stage;
+      load_rows(dout, stage + warpgroup * kSliceBytes, 1, thread);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        if (half == kHalves - 1) {
+          ring.advance();
+          if (slice + 1 < t.end) {
+            mbar_wait(bars.full(ring.index), ring.parity);
+            next_stage = smem + ring.index * kStageBytes;
+          }
+          load_rows(q, next_stage + warpgroup * kSliceBytes, 0, thread);
+        }
+        const u32 then = half == kHalves - 1 ? next_stage : stage;
+        const int after = (half + 1) % kHalves;
+        wgmma_fence();
+        product(dp, dout, further(query_operand(stage, warpgroup), kOperandBytes),
+                further(key_operand(stage, half), kOperandBytes), ones);
+        product(s[after], q, query_operand(then, warpgroup), key_operand(then, after),
+                key_fold(then, after));
+        wgmma_commit();
+        exponentials(s[half], bias[half], p.scale2);
+        keep_order(s[half], full, parity);
+        wgmma_wait<0>();
+        if (half == kHalves - 1) release(empty, thread);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) sum[half][i] += s[half][i] * dp[i];
       }
-      load_queries(a, next + warpgroup * kSliceBytes, thread);
-      wgmma_fence();
-      half_scores(s[0], dp[0], next, warpgroup, 0, a, ones);
-      wgmma_commit();
-      accumulate_half(sum[1], s[1], dp[1], my_bias + kBiasTile, p.scale2);
-      wgmma_wait<0>();
+      stage = next_stage;
     }
-    release(bars.empty((ring.index + kStages - 1) % kStages), thread);
     // Slot `job` of the partials holds the four 64 x 64 tiles of the job.
     float* partial = p.dbias_partial +
                      (static_cast<i64>(job) * kConsumers + warpgroup) * kHalves * kTile * kTile;

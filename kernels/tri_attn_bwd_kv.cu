@@ -10,10 +10,7 @@
 #include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
-#ifndef TPF_TURNS
-#define TPF_TURNS 0
-#endif
-constexpr bool kTakeTurns = TPF_TURNS;
+constexpr bool kTakeTurns = TPF_TURNS;  // warpgroups compute exponentials in turn
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -127,6 +124,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     wgmma_commit();
     wgmma_wait<0>();
     for (int tile = 0; tile < query_tiles; ++tile) {
+      BiasTile bias;
+      load_bias(bias, stage + warpgroup * kBiasBytes, thread);
       const int index = ring.index;
       const u32 full = bars.stage_full(index), parity = ring.parity;
       // After the last tile the stage itself stands in for the next: a product in vain.
@@ -155,8 +154,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
                           slice_fold(then_stage, after));
         wgmma_commit();
         if constexpr (kTakeTurns) named_sync(4 + warpgroup, 128 * kConsumers);
-        exponentials(now, stage + warpgroup * kBiasBytes, p.scale2, thread);
-        keep_order(full, parity);
+        exponentials(now, bias, p.scale2);
+        keep_order(now, full, parity);
         if constexpr (kTakeTurns) named_arrive(5 - warpgroup, 128 * kConsumers);
         wgmma_wait<0>();
         if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);

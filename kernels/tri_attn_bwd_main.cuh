@@ -16,6 +16,7 @@ struct Params {
   const unsigned char* bias_s;   // [B, H, tiles(q), tiles(k), 4096] fragments, rows = queries
   const unsigned char* bias_st;  // [B, H, tiles(k), tiles(q), 4096] fragments, rows = keys
   float* dbias_partial;          // partial sums of dbias, in fragment order
+  float* dq_sum;                 // paper, atomic dQ: [B, O, H, N, kD]
   int tokens, tiles, blocks;     // N; 64-token tiles (even); 128-token blocks
   int heads, outer, batch;
   int groups, group;      // slices [i * group, i * group + group) form group i
@@ -100,31 +101,6 @@ DEV void accumulate_tokens(float (&acc)[kPairs], const u32* a, u64 b, int accumu
                 b + step * Operand::STEP_ROWS, accumulate | (step > 0));
 }
 
-// Read this thread's 32 values of a bias tile from fragment order, times log2(e).
-DEV void load_bias(float (&bias)[32], u32 address, int thread) {
-  if constexpr (kWideBias) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 w = lds128(address + (i * 128 + thread) * 16);
-      bias[4 * i + 0] = __uint_as_float(w.x) * LOG2E;
-      bias[4 * i + 1] = __uint_as_float(w.y) * LOG2E;
-      bias[4 * i + 2] = __uint_as_float(w.z) * LOG2E;
-      bias[4 * i + 3] = __uint_as_float(w.w) * LOG2E;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 w = lds128(address + (i * 128 + thread) * 16);
-      const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        bias[8 * i + 2 * j + 0] = __uint_as_float(words[j] << 16) * LOG2E;
-        bias[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u) * LOG2E;
-      }
-    }
-  }
-}
-
 // Write factor * acc [64 x kD] as bf16 into a swizzled operand tile.
 DEV void store_tile(u32 tile, const float (&acc)[kPairs], float factor, int thread) {
   const int row = thread / 32 * 16 + thread % 32 / 4;
@@ -153,39 +129,51 @@ DEV void split_bf16(float x, float y, u32& high, u32& low) {
   low = pack_bf16(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xFFFF0000u));
 }
 
-// s = exp2(s * scale2 + bias), bias fp32 in this thread's fragment order.
-DEV void probabilities(float (&s)[32], u32 bias, float scale2) {
+// Keep the exponentials s before the wgmma wait that follows: wait on a barrier that has already
+// completed, with a parity that seems to depend on them (their signs are 0). Otherwise the compiler
+// schedules them after the wait, and nothing overlaps.
+DEV void keep_order(const float (&s)[32], u32 barrier, u32 parity) {
+  u32 signs = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint4 b = lds128(bias + i * 2048);
-    s[4 * i + 0] = ex2(s[4 * i + 0] * scale2 + __uint_as_float(b.x));
-    s[4 * i + 1] = ex2(s[4 * i + 1] * scale2 + __uint_as_float(b.y));
-    s[4 * i + 2] = ex2(s[4 * i + 2] * scale2 + __uint_as_float(b.z));
-    s[4 * i + 3] = ex2(s[4 * i + 3] * scale2 + __uint_as_float(b.w));
+  for (int i = 3; i < 32; i += 4) signs |= __float_as_uint(s[i]);
+  mbar_wait(barrier, parity ^ (signs >> 31));
+}
+
+// This thread's part of a bias tile of a stage: bf16 pairs in registers, fp32 left in shared
+// memory.
+struct BiasTile {
+  u32 words[kWideBias ? 1 : 16];
+  u32 address;
+};
+
+DEV void load_bias(BiasTile& bias, u32 tile, int thread) {
+  bias.address = tile + thread * 16;
+  if constexpr (!kWideBias) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 w = lds128(bias.address + i * 2048);
+      bias.words[4 * i] = w.x, bias.words[4 * i + 1] = w.y;
+      bias.words[4 * i + 2] = w.z, bias.words[4 * i + 3] = w.w;
+    }
   }
 }
 
-// Wait on a barrier that has already completed: a branch that the compiler cannot remove. Without
-// it the exponentials before a wgmma wait are scheduled after it, and nothing overlaps.
-DEV void keep_order(u32 barrier, u32 parity) { mbar_wait(barrier, parity); }
-
-// s = exp2(s * scale2 + bias * log2(e)), the bias read from a stage in this thread's fragment
-// order.
-DEV void exponentials(float (&s)[32], u32 bias, float scale2, int thread) {
+// s = exp2(s * scale2 + bias * log2(e)).
+DEV void exponentials(float (&s)[32], const BiasTile& bias, float scale2) {
+  if constexpr (kWideBias) {
 #pragma unroll
-  for (int i = 0; i < (kWideBias ? 8 : 4); ++i) {
-    const uint4 w = lds128(bias + (i * 128 + thread) * 16);
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
+    for (int i = 0; i < 8; ++i) {
+      const uint4 w = lds128(bias.address + i * 2048);
+      const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (kWideBias) {
-        const int at = 4 * i + j;
-        s[at] = ex2(s[at] * scale2 + __uint_as_float(words[j]) * LOG2E);
-      } else {
-        const int at = 8 * i + 2 * j;
-        s[at] = ex2(s[at] * scale2 + bf16_lo(words[j]) * LOG2E);
-        s[at + 1] = ex2(s[at + 1] * scale2 + bf16_hi(words[j]) * LOG2E);
-      }
+      for (int j = 0; j < 4; ++j)
+        s[4 * i + j] = ex2(s[4 * i + j] * scale2 + __uint_as_float(words[j]) * LOG2E);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      s[2 * i] = ex2(s[2 * i] * scale2 + bf16_lo(bias.words[i]) * LOG2E);
+      s[2 * i + 1] = ex2(s[2 * i + 1] * scale2 + bf16_hi(bias.words[i]) * LOG2E);
     }
   }
 }

@@ -1,23 +1,29 @@
 // The backward of the TurboPairFormer paper: key-tile-parallel, one recomputation (sm_90a).
 //
-// A job is (64 keys, head, group of four slices) and visits all query tiles. Warpgroup w owns
-// slices 2w and 2w + 1: scores transposed (rows = keys), dK and dV in fp32 registers, dS through
-// shared memory for one bf16 dQ partial per key tile. The dS of the four slices are added in a
-// fixed fp32 tree, (0 + 1) + (2 + 3), into one bf16 dbias partial per group. Kept as the baseline.
+// A job is (64 keys, head, group of kG slices) and visits all query tiles. Each warpgroup owns half
+// of the group: scores transposed (rows = keys), dK and dV in fp32 registers, dS through shared
+// memory for one bf16 dQ partial per key tile. The dS of the slices are added in a fixed fp32 tree,
+// (0 + 1) + (2 + 3), into one bf16 dbias partial per group. kG is 4, but 2 at kD = 64 for want of
+// registers.
 //   producer   warpgroup 2, one thread: K, V of the job, then per query tile bias and 4 x (Q, dO,
 //   fold) smem       kStages x {bias, 4 x (Q, dO, fold)}, 4 x (K, V), 2 x {dS, dQ, fp32 sum},
 //   barriers
 #include "tri_attn_bwd_main.cuh"
 
+// For ablation only, and not deterministic: add dQ to fp32 sums by atomics, element by element (1)
+// or by bulk reductions of a tile (2), and dbias element by element.
+constexpr int kAtomicDq = TPF_ATOMIC_DQ;
+constexpr bool kAtomicDbias = TPF_ATOMIC_DBIAS;
 constexpr int kStages = TPF_STAGES;
-constexpr int kGroup = 4, kMine = kGroup / kConsumers;
+constexpr int kGroup = kG, kMine = kGroup / kConsumers;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kBiasBytes + kGroup * kSliceBytes;
 constexpr int kResidentBytes = 2 * kGroup * kOperandBytes;
 using Scores = Tile<128>;
 constexpr int kScoreBytes = kTile * 128;
 constexpr int kSumBytes = kTile * kTile * 4;
-constexpr int kScratchBytes = kScoreBytes + kOperandBytes + kSumBytes;
+constexpr int kDqBytes = kAtomicDq == 2 ? 2 * kOperandBytes : kOperandBytes;
+constexpr int kScratchBytes = kScoreBytes + kDqBytes + kSumBytes;
 constexpr int kScratch = kStages * kStageBytes + kResidentBytes;
 constexpr int kBarriers = kScratch + kConsumers * kScratchBytes;
 constexpr int kSmemBytes = kBarriers + 16 * (kStages + 1) + 1024;
@@ -118,6 +124,57 @@ DEV void write_dbias(unsigned char* partial, u32 first, u32 second, int thread) 
   }
 }
 
+// Add the sums of both warpgroups to the fp32 sums in global memory, in the order of write_dbias.
+DEV void add_dbias(float* to, u32 first, u32 second, int thread) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 at = (i * 128 + thread) * 16;
+    const uint4 x = lds128(first + at), y = lds128(second + at);
+    float* place = to + ((i / 2) * 128 + thread) * 8 + i % 2 * 4;
+    atomicAdd(place, __uint_as_float(x.x) + __uint_as_float(y.x));
+    atomicAdd(place + 1, __uint_as_float(x.y) + __uint_as_float(y.y));
+    atomicAdd(place + 2, __uint_as_float(x.z) + __uint_as_float(y.z));
+    atomicAdd(place + 3, __uint_as_float(x.w) + __uint_as_float(y.w));
+  }
+}
+
+// Hand over the dQ of one (query tile, slice): a bf16 partial, or atomically.
+DEV void write_dq(const Params& p, const Job& j, const float (&dq)[kPairs], u32 buffer, int tile,
+                  int slice, int warpgroup, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4;
+  float* sum =
+      p.dq_sum + (((static_cast<i64>(j.batch) * p.outer + slice) * p.heads + j.head) * p.tokens +
+                  tile * kTile) *
+                     kD;
+  if constexpr (kAtomicDq == 1) {
+    if (slice >= p.outer) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int r = row + i / 2 % 2 * 8;
+      if (tile * kTile + r < p.tokens) atomicAdd(sum + r * kD + frag_col(thread % 32, i), dq[i]);
+    }
+    return;
+  }
+  if constexpr (kAtomicDq == 2) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      sts32(buffer + ((row + i / 2 % 2 * 8) * kD + frag_col(thread % 32, i)) * 4,
+            __float_as_uint(dq[i]));
+  } else {
+    store_tile(buffer, dq, 1.0f, thread);
+  }
+  fence_async_shared();  // the copies read through the async proxy
+  named_sync(1 + warpgroup, 128);
+  if (thread != 0) return;
+  if constexpr (kAtomicDq == 2) {
+    if (slice < p.outer)
+      bulk_reduce_add_f32(sum, buffer, min(kTile, p.tokens - tile * kTile) * kD * 4);
+  } else {
+    tma_store(&p.dq, buffer, 0, tile * kTile, j.head, slice, j.block * p.batch + j.batch);
+  }
+  bulk_commit();
+}
+
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   u32 parity = 0;
@@ -126,7 +183,7 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
   const u32 ones = key_fold_dp(quad);
   const u32 fold_dp[2] = {ones, ones};
   const u32 scratch = smem + kScratch + warpgroup * kScratchBytes;
-  const u32 dq_tile = scratch + kScoreBytes, sum = dq_tile + kOperandBytes;
+  const u32 dq_tile = scratch + kScoreBytes, sum = dq_tile + kDqBytes;
   const u32 resident = smem + kStages * kStageBytes + warpgroup * kMine * 2 * kOperandBytes;
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x, parity ^= 1) {
     const Job j = decode_job(p, job);
@@ -145,8 +202,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     for (int tile = 0; tile < query_tiles; ++tile) {
       const u32 stage = smem + ring.index * kStageBytes;
       mbar_wait(bars.stage_full(ring.index), ring.parity);
-      float bias[32];
-      load_bias(bias, stage, thread);
 #pragma unroll
       for (int g = 0; g < kMine; ++g) {
         const u32 base = stage + kBiasBytes + (warpgroup * kMine + g) * kSliceBytes;
@@ -162,8 +217,9 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         product_with_fold(dp, v, dout, fold_dp, fold);
         wgmma_commit();
         wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * p.scale2 + bias[i]);
+        BiasTile bias;
+        load_bias(bias, stage, thread);
+        exponentials(s, bias, p.scale2);
 #pragma unroll
         for (int i = 0; i < 16; ++i) probability[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
         wgmma_fence();
@@ -190,25 +246,21 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
                          k + step * Operand::STEP_ROWS, step > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        store_tile(dq_tile, dq, 1.0f, thread);
-        fence_async_shared();  // the store reads through the async proxy
-        named_sync(1 + warpgroup, 128);
-        if (thread == 0) {
-          tma_store(&p.dq, dq_tile, 0, tile * kTile, j.head, first_slice + g,
-                    j.block * p.batch + j.batch);
-          bulk_commit();
-        }
+        write_dq(p, j, dq, dq_tile, tile, first_slice + g, warpgroup, thread);
       }
       release(bars.stage_empty(ring.index), thread);
       ring.advance();
       named_sync(3, 128 * kConsumers);  // both sums are complete
       if (warpgroup == tile % kConsumers) {
-        const u32 sums = smem + kScratch + kScoreBytes + kOperandBytes;
-        const i64 index =
-            (static_cast<i64>(j.group - p.first_group) * p.batch + j.batch) * p.heads + j.head;
-        unsigned char* partial = reinterpret_cast<unsigned char*>(p.dbias_partial) +
-                                 ((index * p.tiles + j.block) * p.tiles + tile) * kScoreBytes;
-        write_dbias(partial, sums, sums + kScratchBytes, thread);
+        const u32 sums = smem + kScratch + kScoreBytes + kDqBytes;
+        const i64 group = kAtomicDbias ? 0 : j.group - p.first_group;
+        const i64 index = (group * p.batch + j.batch) * p.heads + j.head;
+        const i64 at = ((index * p.tiles + j.block) * p.tiles + tile) * kTile * kTile;
+        if constexpr (kAtomicDbias)
+          add_dbias(p.dbias_partial + at, sums, sums + kScratchBytes, thread);
+        else
+          write_dbias(reinterpret_cast<unsigned char*>(p.dbias_partial) + at * 2, sums,
+                      sums + kScratchBytes, thread);
       }
       named_sync(3, 128 * kConsumers);  // both sums may be replaced
     }

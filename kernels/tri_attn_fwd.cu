@@ -15,7 +15,8 @@
 //
 // Shared memory: STAGES x [K: GROUP tiles | V: GROUP tiles | bias: 2 tiles], 2 x Q, 2 x mask words.
 // Registers of a consumer (GROUP x HEAD_DIM = 64): S 2x32, X 32, P 2x16, bias 32, O 32, rows 24.
-// Constants: HEAD_DIM (16, 32, 64), GROUP, STAGES, BIAS_F32, HAS_MASK, SAVE_RESIDUAL.
+// Constants: HEAD_DIM (16, 32, 64), GROUP, STAGES, BIAS_F32, HAS_MASK, SAVE_RESIDUAL, WHOLE_ROWS
+// (d == HEAD_DIM).
 #include "tile.cuh"
 
 struct Params {
@@ -139,6 +140,8 @@ struct Ring {
 // Running softmax state of one slice; index 0 and 1 are the two rows of a thread.
 struct Rows {
   float top[2], sum[2];
+
+  DEV Rows none() { return {{-INF, -INF}, {0.f, 0.f}}; }
 };
 
 // What the exponentials of a job need: -max * log2(e), and the factor of the older sums.
@@ -171,13 +174,15 @@ DEV void load_bias(float (&bias)[32], u32 at) {
 }
 
 // Sets the scores of dropped keys to -inf (scale is positive).
-DEV void apply_mask(float (&s)[32], u64 word, int lane) {
-  word >>= 2 * (lane % 4);
-  const u32 half[2] = {static_cast<u32>(word), static_cast<u32>(word >> 32)};
+DEV void apply_mask(float (&s)[32], u64 word) {
+  const int shift = 2 * (thread_now() % 4);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const int bit = 8 * (i >> 2) + (i & 1);
-    if (!(half[bit / 32] >> (bit % 32) & 1)) s[i] = -INF;
+  for (int half = 0; half < 2; ++half) {
+    const u32 bits = static_cast<u32>(word >> 32 * half) >> shift;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (!(bits >> (8 * (i >> 2) + (i & 1)) & 1)) s[16 * half + i] = -INF;
+    }
   }
 }
 
@@ -217,12 +222,13 @@ DEV void rescale(float (&o)[NO], const float (&factor)[2]) {
 
 // ----------------------------------------------------------------------------------- results
 
-// Stores a fragment as bf16 rows. The lanes of a quad first trade words, so that each holds 8
-// neighbouring columns: of both its rows for HEAD_DIM >= 32, of one of them for 16. line points to
-// column 0 of the thread's first row; the second lies 8 rows on; d columns exist.
-template <bool Whole>
-DEV void store_tile(u16* line, i64 row_stride, const float (&o)[NO], int rows_left, int d,
-                    int lane) {
+// Stores a fragment as bf16 rows; line points to column 0 of the thread's first row, the second
+// lies 8 rows on.
+DEV void store_rows(const Params& p, u16* line, const float (&o)[NO], int rows_left, int lane) {
+  const i64 eight_rows = 8 * static_cast<i64>(p.heads) * p.d;
+#if WHOLE_ROWS
+  // The lanes of a quad trade words, so that each holds 8 neighbouring columns: of both its rows
+  // for HEAD_DIM >= 32, of one of them for 16.
   constexpr int PER_ROW = HEAD_DIM >= 32 ? 4 : 2;  // 8-column blocks of one row in a trade
 #pragma unroll
   for (int part = 0; part < NO / 8; ++part) {
@@ -238,33 +244,31 @@ DEV void store_tile(u16* line, i64 row_stride, const float (&o)[NO], int rows_le
     const int flat = 4 * part + lane % 4;
     const int second = flat / PER_ROW % 2;
     const int block = flat / PER_ROW / 2 * PER_ROW + flat % PER_ROW;
-    u16* at = line + second * 8 * row_stride + 8 * block;
-    if (8 * second >= rows_left) continue;
-    if (Whole || (8 * block + 8 <= d && d % 8 == 0)) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (8 * block + j < d) at[j] = static_cast<u16>(w[j / 2] >> (16 * (j & 1)));
-      }
+    if (8 * second < rows_left) {
+      *reinterpret_cast<uint4*>(line + second * eight_rows + 8 * block) =
+          make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
+#else
+#pragma unroll
+  for (int i = 0; i < NO; ++i) {
+    const int second = i >> 1 & 1, column = frag_col(lane, i);
+    if (8 * second < rows_left && column < p.d) {
+      line[second * eight_rows + column] = to_bf16(o[i]);
+    }
+  }
+#endif
 }
 
-DEV void store_rows(const Params& p, u16* line, const float (&o)[NO], int rows_left, int lane) {
-  const i64 stride = static_cast<i64>(p.heads) * p.d;
-  if (p.d == HEAD_DIM) {
-    store_tile<true>(line, stride, o, rows_left, HEAD_DIM, lane);
-  } else {
-    store_tile<false>(line, stride, o, rows_left, p.d, lane);
-  }
+// First row of a consumer's fragment inside the item.
+DEV int first_row(int thread) {
+  return (thread / 128 - 1) * ROWS + thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 
 // Writes the log-sums of a slice whose last exponentials are done; returns the factors 1 / sum.
-DEV void seal(const Params& p, u32 item, int g, const Rows& rows, int row, int lane,
-              float (&inverse)[2]) {
+DEV void seal(const Params& p, u32 item, int g, const Rows& rows, float (&inverse)[2]) {
   const uint4 it = lds128(item);  // b, h, o, q
-  const int first = it.w + row;
+  const int thread = thread_now(), first = it.w + first_row(thread);
   float lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -275,18 +279,17 @@ DEV void seal(const Params& p, u32 item, int g, const Rows& rows, int row, int l
   }
   const i64 slice = static_cast<i64>(it.x) * p.outer + it.z + g;
   float* at = p.lse + (slice * p.heads + it.y) * p.n + first;
-  if (lane % 4 == 0 && static_cast<int>(it.z) + g < p.outer) {
+  if (thread % 4 == 0 && static_cast<int>(it.z) + g < p.outer) {
     if (first < p.n) at[0] = lse[0];
     if (first + 8 < p.n) at[8] = lse[1];
   }
 }
 
 // Normalises and writes O of a slice, and its residual.
-DEV void finish(const Params& p, u32 item, int g, float (&o)[NO], const float (&inverse)[2],
-                int row, int lane) {
+DEV void finish(const Params& p, u32 item, int g, float (&o)[NO], const float (&inverse)[2]) {
   const uint4 it = lds128(item);
   if (static_cast<int>(it.z) + g >= p.outer) return;
-  const int first = it.w + row;
+  const int thread = thread_now(), lane = thread % 32, first = it.w + first_row(thread);
   rescale(o, inverse);
   const i64 slice = static_cast<i64>(it.x) * p.outer + it.z + g;
   const i64 at = ((slice * p.n + first) * p.heads + it.y) * p.d;
@@ -305,8 +308,6 @@ DEV void finish(const Params& p, u32 item, int g, float (&o)[NO], const float (&
 // ---------------------------------------------------------------------------------- consumer
 
 DEV void consume(const Params& p, const Shared& s, int group) {
-  const int lane = threadIdx.x % 32;
-  const int row = group * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int last = p.key_tiles - 1;
   const u32 bias_at = 2 * GROUP * KV_TILE + group * BIAS_TILE + 16 * (threadIdx.x % 128);
   const u64 q_first = Smem::desc(s.q + group * ROWS * ROW_BYTES);
@@ -323,7 +324,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
   auto mask_scores = [&](float(&v)[32], int which, int tile, int g) {
     if (HAS_MASK) {
       const u64 word = lds64(s.words + (which * GROUP + g) * s.words_bytes + 8 * tile);
-      if (word != ~0ull) apply_mask(v, word, lane);
+      if (word != ~0ull) apply_mask(v, word);
     }
   };
   auto wait_q = [&](int which) {
@@ -358,10 +359,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
     top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], x[i]);
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    rows[0].top[r] = -INF;
-    rows[0].sum[r] = 0.f;
-  }
+  for (int g = 0; g < GROUP; ++g) rows[g] = Rows::none();
   now = new_shift(rows[0], top[0], top[1]);
   before = now;
 #pragma unroll
@@ -404,14 +402,13 @@ DEV void consume(const Params& p, const Shared& s, int group) {
         wgmma_commit();
 
         // Exponentials of job j beside the scores of job j+1.
-        if (g_next == 0) load_bias_of(following);
         mask_scores(score[turn ^ 1], g_next == 0 && crosses ? buffer ^ 1 : buffer,
                     g_next > 0 ? t : t < last ? t + 1 : last_item ? last : 0, g_next);
+        if (g_next == 0) load_bias_of(following);
         float sum[2] = {0.f, 0.f};
-        if (GROUP == 1) complete = rows[0];
-        if (GROUP == 1 && t == last) rows[0] = Rows::none();
-        top[0] = rows[g_next].top[0];
-        top[1] = rows[g_next].top[1];
+        const bool restart = GROUP == 1 && t == last;  // job j+1 begins the next item
+        top[0] = restart ? -INF : rows[g_next].top[0];
+        top[1] = restart ? -INF : rows[g_next].top[1];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int r = i & 1;
@@ -427,6 +424,8 @@ DEV void consume(const Params& p, const Shared& s, int group) {
         for (int r = 0; r < 2; ++r) {
           rows[g].sum[r] = fmaf(rows[g].sum[r], now.factor[r], sum[r]);
         }
+        const Rows complete = rows[g];
+        if (restart) rows[0] = Rows::none();
         before = now;
         now = new_shift(rows[g_next], top[0], top[1]);
 
@@ -437,15 +436,18 @@ DEV void consume(const Params& p, const Shared& s, int group) {
         wgmma_pin(score[turn]);
         if (g == 0) {
           const bool started = t > 0 || !first_item;
-          if (started && lane == 0) mbar_arrive(previous.bar + 8 * STAGES);
+          if (started && elect_one()) mbar_arrive(previous.bar + 8 * STAGES);
           if (t == 0 && !first_item) {
-            finish(p, s.items + 16 * (buffer ^ 1), g_before, out[g_before], inverse, row, lane);
-            if (lane == 0) mbar_arrive(s.q_empty + 8 * (buffer ^ 1));
+            finish(p, s.items + 16 * (buffer ^ 1), g_before, out[g_before], inverse);
+            if (elect_one()) mbar_arrive(s.q_empty + 8 * (buffer ^ 1));
           }
         } else if (t == last) {
-          finish(p, s.items + 16 * buffer, g_before, out[g_before], inverse, row, lane);
+          finish(p, s.items + 16 * buffer, g_before, out[g_before], inverse);
         }
-        if (t == last) seal(p, s.items + 16 * buffer, g, complete, row, lane, inverse);
+        if (t == last) {
+          seal(p, s.items + 16 * buffer, g, complete, inverse);
+          if (GROUP > 1) rows[g] = Rows::none();
+        }
         if (g == GROUP - 1) {
           previous = current;
           current = following;
@@ -464,7 +466,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_pin(out[GROUP - 1]);
-  finish(p, s.items + 16 * (buffer ^ 1), GROUP - 1, out[GROUP - 1], inverse, row, lane);
+  finish(p, s.items + 16 * (buffer ^ 1), GROUP - 1, out[GROUP - 1], inverse);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)

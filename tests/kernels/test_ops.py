@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpf.kernels import ops, reference
+from tpf.kernels import library, reference
 from tpf.kernels.ops import TriMulWeights, triangle_attention, triangle_multiplication
 
 
@@ -109,7 +109,7 @@ def test_bf16_is_computed_in_fp32_with_a_residual() -> None:
     q, k, v, bias = attention_inputs(n=9, dtype=torch.bfloat16)
     wide = [x.float() for x in (q, k, v, bias[:, 0])]
     exact, _, none = reference.attention_forward(*wide, None, 0.5, False)
-    out, lse, residual = ops.tri_attn_fwd(q, k, v, bias[:, 0], None, 0.5, True, "torch")
+    out, lse, residual = library.tri_attn_fwd(q, k, v, bias[:, 0], None, 0.5, True, "torch")
     assert none.numel() == 0 and lse.dtype == torch.float32
     torch.testing.assert_close(out, exact.bfloat16())
     restored = out.float() + residual.float()
@@ -121,9 +121,9 @@ def test_residual_changes_neither_out_nor_dv() -> None:
     dout = torch.randn_like(q)
     grads, outs = [], []
     for save in (True, False):
-        out, lse, residual = ops.tri_attn_fwd(q, k, v, bias[:, 0], None, 0.5, save, "torch")
+        out, lse, residual = library.tri_attn_fwd(q, k, v, bias[:, 0], None, 0.5, save, "torch")
         grads.append(
-            ops.tri_attn_bwd(dout, q, k, v, bias[:, 0], None, 0.5, out, lse, residual, "torch")
+            library.tri_attn_bwd(dout, q, k, v, bias[:, 0], None, 0.5, out, lse, residual, "torch")
         )
         outs.append(out)
     assert torch.equal(outs[0], outs[1]) and torch.equal(grads[0][2], grads[1][2])
@@ -133,7 +133,7 @@ def test_residual_changes_neither_out_nor_dv() -> None:
 def test_lse_is_in_base_two() -> None:
     q, k, v, bias = attention_inputs()
     mask = random_mask(1, 3, 5)
-    lse = ops.tri_attn_fwd(q, k, v, bias[:, 0], mask[:, :, 0, 0], 0.5, False, "torch")[1]
+    lse = library.tri_attn_fwd(q, k, v, bias[:, 0], mask[:, :, 0, 0], 0.5, False, "torch")[1]
     scores = (q @ k.mT * 0.5 + bias).masked_fill(~mask, -math.inf)
     torch.testing.assert_close(lse[:, 1:], scores.logsumexp(-1)[:, 1:] / math.log(2))
     assert (lse[:, 0] == math.inf).all()
@@ -167,10 +167,10 @@ def test_attention_opcheck(masked: bool, dtype: torch.dtype) -> None:
     q, k, v, bias = (x.requires_grad_() for x in attention_inputs(dtype=dtype))
     mask = random_mask(1, 3, 5)[:, :, 0, 0] if masked else None
     args: tuple[Any, ...] = (q, k, v, bias[:, 0], mask, 0.5)
-    torch.library.opcheck(ops.tri_attn_fwd, (*args, True, "torch"))
-    out, lse, residual = ops.tri_attn_fwd(*args, True, "torch")
+    torch.library.opcheck(library.tri_attn_fwd, (*args, True, "torch"))
+    out, lse, residual = library.tri_attn_fwd(*args, True, "torch")
     detached = [x.detach() if isinstance(x, Tensor) else x for x in (*args, out, lse, residual)]
-    torch.library.opcheck(ops.tri_attn_bwd, (torch.randn_like(out), *detached, "torch"))
+    torch.library.opcheck(library.tri_attn_bwd, (torch.randn_like(out), *detached, "torch"))
 
 
 def test_autocast_does_not_lower_the_precision() -> None:
@@ -185,6 +185,27 @@ def test_double_backward_is_refused() -> None:
     (dq,) = torch.autograd.grad(triangle_attention(*inputs).sum(), inputs[:1], create_graph=True)
     with pytest.raises(Exception, match="second derivatives are not supported"):
         dq.sum().backward()
+
+
+def test_multiplication_double_backward_is_refused() -> None:
+    z = torch.randn(1, 4, 4, 3, requires_grad=True)
+    out = triangle_multiplication(z, None, weights(dtype=torch.float32), "outgoing")
+    (dz,) = torch.autograd.grad(out.sum(), [z], create_graph=True)
+    with pytest.raises(Exception, match="second derivatives are not supported"):
+        dz.sum().backward()
+
+
+def test_compiled_graph_holds_one_opaque_node() -> None:
+    inputs = attention_inputs(dtype=torch.float32)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Any:  # noqa: ANN401
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(triangle_attention, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), triangle_attention(*inputs))
+    assert sum("tri_attn_fwd" in target for target in seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -264,10 +285,10 @@ def test_multiplication_opcheck_and_leading_axes() -> None:
     z = torch.randn(2, 4, 4, 3, requires_grad=True)
     w = [x.requires_grad_() for x in weights(dtype=torch.float32)]
     mask = torch.rand(2, 4, 4).round()
-    torch.library.opcheck(ops.tri_mul_fwd, (z, mask, w, "outgoing"))
+    torch.library.opcheck(library.tri_mul_fwd, (z, mask, w, "outgoing"))
     detached = [x.detach() for x in w]
     torch.library.opcheck(
-        ops.tri_mul_bwd, (torch.randn_like(z), z.detach(), mask, detached, "incoming")
+        library.tri_mul_bwd, (torch.randn_like(z), z.detach(), mask, detached, "incoming")
     )
     one = triangle_multiplication(z[0], mask[0], TriMulWeights(*w), "outgoing")
     both = triangle_multiplication(z, mask, TriMulWeights(*w), "outgoing")

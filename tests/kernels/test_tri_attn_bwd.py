@@ -13,7 +13,9 @@ from torch import Tensor
 from tests.kernels.emulate import emulated
 from tpf.kernels import jit, reference
 from tpf.kernels import tri_attn_bwd as backward
-from tpf.kernels.tri_attn_bwd import Problem
+from tpf.kernels import tri_attn_bwd_paper as paper
+from tpf.kernels import tri_attn_bwd_plan as plans
+from tpf.kernels.tri_attn_bwd_plan import Problem
 
 GRADIENTS = ("dq", "dk", "dv", "dbias")
 REASON = jit.compiler_available()
@@ -22,9 +24,11 @@ needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @pytest.fixture(autouse=True)
 def no_plans() -> Iterator[None]:
-    backward.plan.cache_clear()
+    plans.plan.cache_clear()
+    paper._kernels.cache_clear()
     yield
-    backward.plan.cache_clear()
+    plans.plan.cache_clear()
+    paper._kernels.cache_clear()
 
 
 def inputs(
@@ -119,22 +123,58 @@ def test_unaligned_operands_are_copied_and_gradients_keep_their_layout() -> None
 
 def test_unwritten_memory_does_not_reach_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        backward.Call, "empty", lambda self, size: torch.full((size,), 0xFF, dtype=torch.uint8)
+        backward, "workspace", lambda size, device: torch.full((size,), 0xFF, dtype=torch.uint8)
     )
     check(inputs((1, 3, 1, 33, 16)), random_mask((1, 3, 1, 33, 16)), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((1, 6, 1, 70, 32), 8), ((2, 9, 1, 20, 10), 1), ((1, 3, 1, 66, 64), 8)]
+)
+def test_paper_variant_matches_fp64(
+    shape: tuple[int, int, int, int, int], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "bias_groups", lambda problem: kept)
+    tensors, mask, scale = inputs(shape), random_mask(shape), 0.3
+    saved = reference.attention_forward(*tensors[:4], mask, scale, True)
+    with emulated():
+        got = paper.tri_attn_bwd_paper(*tensors[:4], mask, scale, *saved, tensors[4])
+    for name, g, w in zip(GRADIENTS, got, exact(*tensors, mask, scale), strict=True):
+        assert (g - w).norm() <= 0.0035 * w.norm(), name
+    assert all(not g[:, 0].any() for g in got[:3])
+
+
+@pytest.mark.parametrize(
+    "atomic", [paper.Atomic("element", True), paper.Atomic("bulk", False), paper.Atomic("no", True)]
+)
+def test_atomic_ablations_match_fp64(atomic: paper.Atomic) -> None:
+    shape = (1, 5, 1, 70, 16)
+    tensors, scale = inputs(shape), 0.3
+    saved = reference.attention_forward(*tensors[:4], None, scale, True)
+    with emulated():
+        got = paper.tri_attn_bwd_paper(*tensors[:4], None, scale, *saved, tensors[4], atomic)
+    for name, g, w in zip(GRADIENTS, got, exact(*tensors, None, scale), strict=True):
+        assert (g - w).norm() <= 0.0035 * w.norm(), name
+
+
+@pytest.mark.parametrize(("n", "mib"), [(384, 108), (640, 500), (768, 252), (1024, 256)])
+def test_paper_variant_reuses_dbias_partials_as_table_2(n: int, mib: int) -> None:
+    problem = Problem(1, n, 4, n, 32, False)
+    partial = problem.heads * n * n * 2
+    assert paper.bias_groups(problem) * partial == mib << 20
 
 
 @pytest.mark.parametrize("outer", [1, 7, 384])
 @pytest.mark.parametrize("tiles", [1, 36, 100, 132, 144, 500])
 def test_dbias_cut_covers_every_slice_once(tiles: int, outer: int) -> None:
-    cut = backward.cut_dbias(tiles, outer, 132)
+    cut = plans.cut_dbias(tiles, outer, 132)
     assert cut.whole + cut.rest == tiles and cut.whole % 132 == 0
     assert (cut.chunks - 1) * cut.chunk < outer <= cut.chunks * cut.chunk
-    assert cut.jobs <= max(backward.PARTIAL_SLOTS, tiles)
+    assert cut.jobs <= max(plans.PARTIAL_SLOTS, tiles)
 
 
 def test_dbias_cut_fills_the_last_wave() -> None:
-    assert backward.cut_dbias(144, 768, 132) == backward.Cut(132, 12, 11, 70)
+    assert plans.cut_dbias(144, 768, 132) == plans.Cut(132, 12, 11, 70)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +191,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("width", [16, 32, 64])
 def test_variants_compile_without_spills(width: int, wide: bool) -> None:
     problem = Problem(1, 64, 4, 64, width, wide)
-    for name, defines in backward.variants(problem).items():
+    found = {**plans.variants(problem), **paper.variants(problem, True)}
+    for atomic in (paper.Atomic("element", True), paper.Atomic("bulk", True)):
+        defines = paper.variants(problem, True, atomic)[paper.MAIN]
+        assert jit.build(paper.MAIN, defines).spill_bytes == 0
+        assert paper.shared_bytes(problem, atomic)[1] <= plans.SHARED_LIMIT
+    for name, defines in found.items():
         binary = jit.build(name, defines)
         assert binary.spill_bytes == 0, binary.log
         assert not binary.warnings, binary.log
-        if name in (backward.KV, backward.Q, backward.BIAS):
+        if name in (plans.KV, plans.Q, plans.BIAS):
             assert binary.registers == 168, binary.log  # 65536 / 384 threads
-            assert backward.shared_bytes(name, problem)[1] <= backward.SHARED_LIMIT
+            assert plans.shared_bytes(name, problem)[1] <= plans.SHARED_LIMIT
+    assert paper.shared_bytes(problem)[1] <= plans.SHARED_LIMIT

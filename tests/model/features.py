@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpf.data.chem import ATOMS, RESIDUES, center_atom, representative_atom
+
 PROTEIN, RNA, DNA, LIGAND = range(4)
-ATOMS_PER_RESIDUE = {PROTEIN: (4, 14), RNA: (19, 23), DNA: (18, 22)}
 GAP = 31
 
 
@@ -115,11 +116,14 @@ def _tokens(n: int, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def _atoms(f: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
-    count = [
-        int(torch.randint(*ATOMS_PER_RESIDUE[kind], (), generator=g)) if kind != LIGAND else 1
-        for kind in f["mol_type"].tolist()
+    names = [RESIDUES[code] for code in f["restype"].argmax(-1).tolist()]
+    rows = [
+        (len(ATOMS[r]), ATOMS[r].index(center_atom(r)), ATOMS[r].index(representative_atom(r)))
+        if kind != LIGAND
+        else (1, 0, 0)
+        for r, kind in zip(names, f["mol_type"].tolist(), strict=True)
     ]
-    counts = torch.tensor(count)
+    counts, center, representative = torch.tensor(rows).unbind(1)
     start = counts.cumsum(0) - counts
     token = torch.repeat_interleave(torch.arange(len(counts)), counts)
     n = len(token)
@@ -130,8 +134,8 @@ def _atoms(f: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
     return {
         "num_atoms_per_token": counts.int(),
         "start_atom_index": start.int(),
-        "center_atom_index": (start + (counts > 1).int()).int(),
-        "rep_atom_index": (start + counts - 1).int(),
+        "center_atom_index": (start + center).int(),
+        "rep_atom_index": (start + representative).int(),
         "atom_to_token_index": token.int(),
         "atom_mask": torch.ones(n),
         "ref_pos": 2 * torch.randn(n, 3, generator=g),

@@ -1,8 +1,6 @@
-"""The two triangle operators of the network, with their PyTorch operators and gradients.
+"""The two triangle operators of the network: arguments, choice of the implementation.
 
-``triangle_attention`` and ``triangle_multiplication`` check their arguments, choose an
-implementation and call one opaque operator forward and one backward, so torch.compile and CUDA
-graphs see few, coarse nodes. Implementations: ``cuda`` (own kernels, sm_90), ``flex`` (compiled
+Implementations: ``cuda`` (own kernels, sm_90), ``flex`` (compiled
 flex_attention, other GPUs) and ``torch`` (the reference, everywhere).
 """
 
@@ -11,14 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any, Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tpf.errors import UsageError
-from tpf.kernels import reference
-from tpf.kernels.reference import Direction, TriMulWeights, empty_dense_like, empty_output
+from tpf.kernels import library
+from tpf.kernels.reference import Direction, TriMulWeights
 
 __all__ = ["Direction", "Impl", "TriMulWeights", "triangle_attention", "triangle_multiplication"]
 
@@ -31,19 +29,6 @@ _log = logging.getLogger(__name__)
 
 class ArgumentError(UsageError, ValueError):
     """A tensor that an operator cannot take: which tensor, its value, and the rule."""
-
-
-class _Context(Protocol):
-    """What the gradients use of PyTorch's autograd context, and what they keep in it."""
-
-    scale: float
-    impl: str
-    direction: str
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
 @functools.cache
@@ -131,7 +116,8 @@ def _attention_impl(
     chosen: Literal["flex", "torch"] = "torch"
     if q.device.type == "cuda" and _capability(q.device) >= (8, 0) and q.dtype == torch.bfloat16:
         chosen = "flex"
-    _say_once(f"triangle attention runs as impl={chosen!r}: {reason}")
+    if not torch.compiler.is_compiling():
+        _say_once(f"triangle attention runs as impl={chosen!r}: {reason}")
     return chosen
 
 
@@ -169,116 +155,9 @@ def triangle_attention(
 
         out = flex_triangle_attention(q, k, v, bias, mask, scale)
     else:
-        save = torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or bias.requires_grad
-        )
-        save = save and q.dtype.itemsize < 4
-        out = cast(Tensor, tri_attn_fwd(q, k, v, bias, mask, scale, save, chosen)[0])
+        out = library.attention(q, k, v, bias, mask, scale, chosen)
     return out if len(batch) == 1 else out.reshape(*batch, o, h, n, d)
 
-
-@torch.library.custom_op("tpf::tri_attn_fwd", mutates_args=())
-def tri_attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    save_residual: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, residual) of ``reference.attention_forward``; impl is cuda or torch."""
-    if impl == "cuda":
-        from tpf.kernels.tri_attn import tri_attn_fwd as forward
-
-        return forward(q, k, v, bias, mask, scale, save_residual)
-    return reference.attention_forward(q, k, v, bias, mask, scale, save_residual)
-
-
-@tri_attn_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    save_residual: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:-1], dtype=reference.compute_dtype(q.dtype))
-    return empty_output(q), lse, empty_output(q) if save_residual else q.new_empty(0)
-
-
-@torch.library.custom_op("tpf::tri_attn_bwd", mutates_args=())
-def tri_attn_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    residual: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv, dbias) of ``reference.attention_backward``; impl is cuda or torch."""
-    if impl == "cuda":
-        from tpf.kernels.tri_attn_bwd import tri_attn_bwd as backward
-
-        return backward(q, k, v, bias, mask, scale, out, lse, residual, dout)
-    return reference.attention_backward(dout, q, k, v, bias, mask, scale, out, lse, residual)
-
-
-@tri_attn_bwd.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    residual: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = empty_dense_like(q), empty_dense_like(k), empty_dense_like(v)
-    return dq, dk, dv, empty_dense_like(bias)
-
-
-def _save_attention(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, mask, ctx.scale, _, ctx.impl = inputs
-    ctx.save_for_backward(q, k, v, bias, mask, *output)
-    ctx.mark_non_differentiable(output[1], output[2])
-
-
-def _attention_backward(
-    ctx: _Context, dout: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 8
-    q, k, v, bias, mask, out, lse, residual = ctx.saved_tensors
-    grads = tri_attn_bwd(dout, q, k, v, bias, mask, ctx.scale, out, lse, residual, ctx.impl)
-    needed = ctx.needs_input_grad
-    return (*(g if needed[i] else None for i, g in enumerate(grads)), None, None, None, None)
-
-
-tri_attn_fwd.register_autograd(_attention_backward, setup_context=_save_attention)
-
-
-def _no_double_backward(ctx: _Context, *grads: Tensor | None) -> tuple[None, ...]:
-    raise UsageError(
-        "the gradient of a triangle operator was differentiated again; second derivatives are not "
-        "supported: call backward() or autograd.grad() without create_graph=True"
-    )
-
-
-tri_attn_bwd.register_autograd(_no_double_backward)
 
 # ---------------------------------------------------------------- multiplicative update
 
@@ -328,55 +207,4 @@ def triangle_multiplication(
         raise ArgumentError(f"impl is {impl!r}; triangle_multiplication has impl auto and torch")
     z4 = z.reshape(-1, *z.shape[-3:])
     mask3 = None if mask is None else mask.reshape(z4.shape[:-1])
-    update: Tensor = tri_mul_fwd(z4, mask3, list(weights), direction)
-    return update.reshape(z.shape)
-
-
-@torch.library.custom_op("tpf::tri_mul_fwd", mutates_args=())
-def tri_mul_fwd(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str) -> Tensor:
-    """Return ``reference.multiplication_forward``; weights in the order of TriMulWeights."""
-    return reference.multiplication_forward(
-        z, mask, TriMulWeights(*weights), cast(Direction, direction)
-    )
-
-
-@tri_mul_fwd.register_fake
-def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str) -> Tensor:
-    return z.new_empty(z.shape)
-
-
-@torch.library.custom_op("tpf::tri_mul_bwd", mutates_args=())
-def tri_mul_bwd(
-    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
-) -> list[Tensor]:
-    """Return the gradients of z and of the ten weights."""
-    dz, grads = reference.multiplication_backward(
-        dout, z, mask, TriMulWeights(*weights), cast(Direction, direction)
-    )
-    return [dz, *grads]
-
-
-@tri_mul_bwd.register_fake
-def _(
-    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
-) -> list[Tensor]:
-    return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in weights)]
-
-
-def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, mask, weights, ctx.direction = inputs
-    ctx.save_for_backward(z, mask, *weights)
-
-
-def _multiplication_backward(
-    ctx: _Context, dout: Tensor | None
-) -> tuple[Tensor | None, None, list[Tensor] | list[None] | None, None]:
-    if dout is None:
-        return None, None, None, None
-    z, mask, *weights = ctx.saved_tensors
-    dz, *grads = tri_mul_bwd(dout, z, mask, weights, ctx.direction)
-    return dz, None, grads, None
-
-
-tri_mul_fwd.register_autograd(_multiplication_backward, setup_context=_save_multiplication)
-tri_mul_bwd.register_autograd(_no_double_backward)
+    return library.multiplication(z4, mask3, weights, direction).reshape(z.shape)

@@ -141,9 +141,10 @@ def pack_inputs(bias: Tensor, mask: Tensor | None) -> Packed:
 
 
 def forward_defines(
-    width: int, fp32_bias: bool, masked: bool, save_residual: bool
+    d: int, fp32_bias: bool, masked: bool, save_residual: bool
 ) -> dict[str, int]:
-    """Return the constants of one variant of the forward kernel."""
+    """Return the constants of the variant of the forward kernel for head width d."""
+    width = head_width(d)
     tile = FORWARD_TILES[width, masked]
     return {
         "HEAD_DIM": width,
@@ -152,6 +153,7 @@ def forward_defines(
         "BIAS_F32": int(fp32_bias),
         "HAS_MASK": int(masked),
         "SAVE_RESIDUAL": int(save_residual),
+        "WHOLE_ROWS": int(d == width),
     }
 
 
@@ -179,7 +181,7 @@ def tri_attn_fwd(
     device = device_index(q)
     b, o, h, n, d = q.shape
     width = head_width(d)
-    defines = forward_defines(width, bias.dtype == torch.float32, mask is not None, save_residual)
+    defines = forward_defines(d, bias.dtype == torch.float32, mask is not None, save_residual)
     group = defines["GROUP"]
     out = empty_output(q)
     residual = empty_output(q) if save_residual else q.new_empty(0)

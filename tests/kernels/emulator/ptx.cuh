@@ -183,6 +183,11 @@ static inline u32 __float_as_uint(float x) {
 }
 static inline int __float_as_int(float x) { return __float_as_uint(x); }
 static inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
+static inline float atomicAdd(float* p, float x) {
+  const float old = *p;
+  *p = old + x;
+  return old;
+}
 static inline void __syncthreads() { emu::meet(emu::block_sync, blockDim.x); }
 static inline void __syncwarp() { emu::meet(emu::warp(), 32); }
 static inline void __nanosleep(unsigned) {}
@@ -332,6 +337,7 @@ DEV void named_arrive(int id, int threads) {
   }
 }
 DEV bool elect_one() { return emu::lane() == 0; }
+DEV int thread_now() { return emu::self->id; }
 DEV void grid_wait() {}
 DEV void grid_launch_next() {}
 

@@ -1,0 +1,258 @@
+"""The triangle operators as PyTorch sees them: custom operators, fakes, gradients.
+
+Each operator exists twice over the same functions: as ``torch.library`` operator (``tpf::...``), an
+opaque node for torch.compile and export, and as ``torch.autograd.Function``, which costs a third of
+the dispatch time when called eagerly. ``attention`` and ``multiplication`` choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from tpf.errors import UsageError
+from tpf.kernels import reference
+from tpf.kernels.reference import Direction, TriMulWeights, empty_dense_like, empty_output
+
+
+class _Context(Protocol):
+    """What the gradients use of PyTorch's autograd context, and what they keep in it."""
+
+    scale: float
+    impl: str
+    direction: str
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+def _attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    save_residual: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, lse, residual) of ``reference.attention_forward``; impl is cuda or torch."""
+    if impl == "cuda":
+        from tpf.kernels.tri_attn import tri_attn_fwd as forward
+
+        return forward(q, k, v, bias, mask, scale, save_residual)
+    return reference.attention_forward(q, k, v, bias, mask, scale, save_residual)
+
+
+def _attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv, dbias) of ``reference.attention_backward``; impl is cuda or torch."""
+    if impl == "cuda":
+        from tpf.kernels.tri_attn_bwd import tri_attn_bwd as backward
+
+        return backward(q, k, v, bias, mask, scale, out, lse, residual, dout)
+    return reference.attention_backward(dout, q, k, v, bias, mask, scale, out, lse, residual)
+
+
+tri_attn_fwd = torch.library.custom_op("tpf::tri_attn_fwd", _attention_forward, mutates_args=())
+tri_attn_bwd = torch.library.custom_op("tpf::tri_attn_bwd", _attention_gradients, mutates_args=())
+
+
+@tri_attn_fwd.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    save_residual: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=reference.compute_dtype(q.dtype))
+    return empty_output(q), lse, empty_output(q) if save_residual else q.new_empty(0)
+
+
+@tri_attn_bwd.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = empty_dense_like(q), empty_dense_like(k), empty_dense_like(v)
+    return dq, dk, dv, empty_dense_like(bias)
+
+
+def _save_attention(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, bias, mask, ctx.scale, _, ctx.impl = inputs
+    ctx.save_for_backward(q, k, v, bias, mask, *output)
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _attention_backward(
+    ctx: _Context,
+    dout: Tensor | None,
+    gradients: Any,  # noqa: ANN401
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the eight arguments, computed by the function ``gradients``."""
+    if dout is None:
+        return (None,) * 8
+    q, k, v, bias, mask, out, lse, residual = ctx.saved_tensors
+    grads = gradients(dout, q, k, v, bias, mask, ctx.scale, out, lse, residual, ctx.impl)
+    needed = ctx.needs_input_grad
+    return (*(g if needed[i] else None for i, g in enumerate(grads)), None, None, None, None)
+
+
+def _no_double_backward(ctx: _Context, *grads: Tensor | None) -> tuple[None, ...]:
+    raise UsageError(
+        "the gradient of a triangle operator was differentiated again; second derivatives are not "
+        "supported: call backward() or autograd.grad() without create_graph=True"
+    )
+
+
+tri_attn_fwd.register_autograd(
+    lambda ctx, dout, *_: _attention_backward(ctx, dout, tri_attn_bwd),
+    setup_context=_save_attention,
+)
+tri_attn_bwd.register_autograd(_no_double_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """The eager form of ``tpf::tri_attn_fwd`` and its gradient."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        return _attention_forward(*args)
+
+    setup_context = staticmethod(_save_attention)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> Any:  # noqa: ANN401
+        twice = torch.is_grad_enabled()  # create_graph=True: the operator refuses a second pass
+        return _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    """Return triangle attention of q, k, v [B, O, H, N, D], bias [B, H, N, N], mask [B, O, N].
+
+    The rounding residual of the output is saved when a gradient will need it.
+    """
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or bias.requires_grad
+    )
+    save = needs_grad and q.dtype.itemsize < 4
+    run: Any = tri_attn_fwd if torch.compiler.is_compiling() else _Attention.apply
+    return cast(Tensor, run(q, k, v, bias, mask, scale, save, impl)[0])
+
+
+def _multiplication_forward(
+    z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
+) -> Tensor:
+    """Return ``reference.multiplication_forward``; weights in the order of TriMulWeights."""
+    return reference.multiplication_forward(
+        z, mask, TriMulWeights(*weights), cast(Direction, direction)
+    )
+
+
+def _multiplication_gradients(
+    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
+) -> list[Tensor]:
+    """Return the gradients of z and of the ten weights."""
+    dz, grads = reference.multiplication_backward(
+        dout, z, mask, TriMulWeights(*weights), cast(Direction, direction)
+    )
+    return [dz, *grads]
+
+
+tri_mul_fwd = torch.library.custom_op("tpf::tri_mul_fwd", _multiplication_forward, mutates_args=())
+tri_mul_bwd = torch.library.custom_op(
+    "tpf::tri_mul_bwd", _multiplication_gradients, mutates_args=()
+)
+
+
+@tri_mul_fwd.register_fake
+def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str) -> Tensor:
+    return z.new_empty(z.shape)
+
+
+@tri_mul_bwd.register_fake
+def _(
+    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
+) -> list[Tensor]:
+    return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in weights)]
+
+
+def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+    z, mask, weights, ctx.direction = inputs
+    ctx.save_for_backward(z, mask, *weights)
+
+
+def _multiplication_backward(
+    ctx: _Context, dout: Tensor | None
+) -> tuple[Tensor | None, None, list[Tensor] | None, None]:
+    if dout is None:
+        return None, None, None, None
+    z, mask, *weights = ctx.saved_tensors
+    dz, *grads = tri_mul_bwd(dout, z, mask, weights, ctx.direction)
+    return dz, None, grads, None
+
+
+tri_mul_fwd.register_autograd(_multiplication_backward, setup_context=_save_multiplication)
+tri_mul_bwd.register_autograd(_no_double_backward)
+
+
+class _Multiplication(torch.autograd.Function):
+    """The eager form of ``tpf::tri_mul_fwd`` and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, mask: Tensor | None, direction: str, *weights: Tensor) -> Any:  # noqa: ANN401, E501
+        _save_multiplication(ctx, (z, mask, weights, direction), z)
+        return _multiplication_forward(z, mask, list(weights), direction)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:  # noqa: ANN401
+        z, mask, *weights = ctx.saved_tensors
+        gradients = tri_mul_bwd if torch.is_grad_enabled() else _multiplication_gradients
+        dz, *grads = gradients(dout, z, mask, weights, ctx.direction)
+        return dz, None, None, *grads
+
+
+def multiplication(
+    z: Tensor, mask: Tensor | None, weights: TriMulWeights, direction: Direction
+) -> Tensor:
+    """Return the triangle multiplicative update of z [B, N, N, C] with mask [B, N, N] or None."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, tri_mul_fwd(z, mask, list(weights), direction))
+    run: Any = _Multiplication.apply
+    return cast(Tensor, run(z, mask, direction, *weights))
