@@ -1,9 +1,10 @@
 """Check the triangle attention kernels against FP64 and time them beside flex_attention.
 
-    python benchmarks/attention_check.py [--check] [--time] [--backward] [--flex] [--json PATH]
+    python benchmarks/attention_check.py [--build] [--check] [--time] [--backward] [--flex]
+        [--stream] [--shapes NxD,...] [--json PATH]
 
-Runs on one Hopper GPU; prints a table last. Inputs lie inside larger buffers filled with NaN, so a
-read outside a tensor shows in the results.
+Runs on one Hopper GPU (--build needs none); prints a table last. Inputs lie inside larger buffers
+filled with NaN, so a read outside a tensor shows in the results.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpf.kernels import library, reference
+from tpf.kernels import jit, library, reference, tri_attn
 
 SIZES = (1, 7, 16, 63, 64, 65, 127, 128, 129, 200, 257, 384, 512, 640, 767, 768, 1024)
 HEAD_WIDTHS = (8, 16, 24, 32, 48, 64, 13)
@@ -110,7 +113,7 @@ def check_case(case: Case, backward: bool) -> dict[str, float]:
     scale = 1 / math.sqrt(case.d)
     out, lse, residual = library.tri_attn_fwd(q, k, v, bias, mask, scale, True, "cuda")
     exact, exact_lse, _ = reference.attention_forward(
-        q.double(), k.double(), v.double(), bias.double(), mask, scale, False
+        *(x.double().contiguous() for x in (q, k, v, bias)), mask, scale, False
     )
     finite = exact_lse.isfinite()
     errors = {
@@ -128,7 +131,7 @@ def check_case(case: Case, backward: bool) -> dict[str, float]:
         dout = heads(case)
         saved = (scale, out, lse, residual)
         grads = library.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
-        wide = [x.double() for x in (dout, q, k, v, bias)]
+        wide = [x.double().contiguous() for x in (dout, q, k, v, bias)]
         want = reference.attention_backward(
             *wide, mask, scale, exact, exact_lse, exact.new_empty(0)
         )
@@ -172,6 +175,25 @@ def cases() -> list[Case]:
     return found
 
 
+def build_all(backward: bool) -> int:
+    """Compile all variants that the checks and timings use, in parallel; return their number."""
+    wanted: list[tuple[str, dict[str, int]]] = []
+    for fp32 in (False, True):
+        wanted.append(("tri_attn_pack", {"BIAS_F32": int(fp32)}))
+        for d in HEAD_WIDTHS:
+            for masked, save in itertools.product((False, True), repeat=2):
+                wanted.append(("tri_attn_fwd", tri_attn.forward_defines(d, fp32, masked, save)))
+            if backward:
+                from tpf.kernels import tri_attn_bwd_plan as plans
+
+                for vector in (False, True):
+                    wanted += plans.variants(plans.Problem(1, 8, 4, 64, d, fp32), vector).items()
+    unique = {(name, tuple(sorted(defines.items()))) for name, defines in wanted}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda item: jit.build(item[0], dict(item[1])), unique))
+    return len(unique)
+
+
 def run_checks(backward: bool) -> tuple[int, dict[str, float]]:
     """Check all cases; print failures and return their number and the worst errors."""
     worst: dict[str, float] = {}
@@ -189,7 +211,7 @@ def run_checks(backward: bool) -> tuple[int, dict[str, float]]:
     return failures, worst
 
 
-def milliseconds(call: Callable[[], Any], repeats: int = 30) -> float:
+def milliseconds(call: Callable[[], Any]) -> float:
     """Return the median GPU time of a call, by replays of a captured graph of it."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -199,13 +221,18 @@ def milliseconds(call: Callable[[], Any], repeats: int = 30) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()
+    return eager_milliseconds(graph.replay)
+
+
+def eager_milliseconds(call: Callable[[], Any], repeats: int = 30) -> float:
+    """Return the median GPU time between the events around a call."""
     for _ in range(5):
-        graph.replay()
+        call()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -247,7 +274,7 @@ def time_shape(n: int, d: int, backward: bool, flex: bool) -> dict[str, float]:
         out = flex_triangle_attention(*dense, None, scale)
         found["flex_fwd"] = milliseconds(lambda: flex_triangle_attention(*dense, None, scale))
         if backward:
-            found["flex_bwd"] = milliseconds(
+            found["flex_bwd"] = eager_milliseconds(
                 lambda: torch.autograd.grad(out, dense, dout, retain_graph=True)
             )
     return found
@@ -255,11 +282,19 @@ def time_shape(n: int, d: int, backward: bool, flex: bool) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for flag in ("check", "time", "backward", "flex"):
+    parser.add_argument("--stream", action="store_true", help="run tri_attn with STREAM on")
+    for flag in ("build", "check", "time", "backward", "flex"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--shapes", default=",".join(f"{n}x{d}" for n, d in TIMED))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    tri_attn.STREAM = args.stream
+    if args.build:
+        start = time.perf_counter()
+        count = build_all(args.backward)
+        print(f"built {count} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+        if not (args.check or args.time):
+            return 0
     torch.manual_seed(0)
     record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     failures = 0

@@ -147,6 +147,7 @@ DEV void write_dq(const Params& p, const Job& j, const float (&dq)[kPairs], u32 
                   tile * kTile) *
                      kD;
   if constexpr (kAtomicDq == 1) {
+    named_sync(1 + warpgroup, 128);  // no warp replaces dS before all have read it
     if (slice >= p.outer) return;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

@@ -103,4 +103,6 @@ def emulated() -> Iterator[None]:
         patch.setattr(tri_attn, "device_index", lambda x: 0)
         patch.setattr(tri_attn, "raw_stream", lambda device: 0)
         patch.setattr(tri_attn, "processors", lambda device: PROCESSORS)
+        tma._map.cache_clear()
         yield
+    tma._map.cache_clear()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPF_CACHE", str(folder))
@@ -28,14 +30,21 @@ def check(binary: jit.Binary, registers: int) -> None:
     assert not [w for w in binary.warnings if "serializ" in w.lower()], binary.log
 
 
+def forward_variants() -> list[Any]:
+    """Return every variant; the usual ones (16 and 32 wide, residual saved) are the quick ones."""
+    every = itertools.product((16, 24, 32, 64), *[(False, True)] * 3)
+    return [
+        pytest.param(*v, marks=[] if v[0] in (16, 32) and v[3] else pytest.mark.slow) for v in every
+    ]
+
+
 @needs_compiler
-@pytest.mark.parametrize("width", [16, 32, 64])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("fp32_bias", "residual"), itertools.product([False, True], repeat=2))
-def test_forward(width: int, masked: bool, fp32_bias: bool, residual: bool) -> None:
-    defines = tri_attn.forward_defines(width, fp32_bias, masked, residual)
-    threads = tri_attn.FORWARD_THREADS
-    check(jit.build("tri_attn_fwd", defines), 65536 // threads)
+@pytest.mark.parametrize(("d", "masked", "fp32_bias", "residual"), forward_variants())
+def test_forward(d: int, masked: bool, fp32_bias: bool, residual: bool) -> None:
+    defines = tri_attn.forward_defines(d, fp32_bias, masked, residual)
+    for stream in (0, 1):
+        binary = jit.build("tri_attn_fwd", defines | {"STREAM": stream})
+        check(binary, 65536 // tri_attn.FORWARD_THREADS)
     assert tri_attn.forward_shared_bytes(defines, key_tiles=32) <= tri_attn.MAX_SHARED
 
 

@@ -115,13 +115,18 @@ def _tokens(n: int, g: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _atom_names(residue: str, kind: int) -> tuple[str, ...]:
+    return ("C1",) if kind == LIGAND else ATOMS[residue]
+
+
 def _atoms(f: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
     names = [RESIDUES[code] for code in f["restype"].argmax(-1).tolist()]
+    kinds = f["mol_type"].tolist()
     rows = [
         (len(ATOMS[r]), ATOMS[r].index(center_atom(r)), ATOMS[r].index(representative_atom(r)))
         if kind != LIGAND
         else (1, 0, 0)
-        for r, kind in zip(names, f["mol_type"].tolist(), strict=True)
+        for r, kind in zip(names, kinds, strict=True)
     ]
     counts, center, representative = torch.tensor(rows).unbind(1)
     start = counts.cumsum(0) - counts
@@ -129,7 +134,8 @@ def _atoms(f: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
     n = len(token)
     # A residue is a reference space of its own, and so is the whole ligand.
     space = torch.where(f["is_ligand"] > 0, len(counts), torch.arange(len(counts)))[token]
-    chars = torch.randint(0, 64, (n, 4), generator=g)
+    atoms = [a for r, kind in zip(names, kinds, strict=True) for a in _atom_names(r, kind)]
+    chars = torch.tensor([[ord(character) - 32 for character in a.ljust(4)] for a in atoms])
     element = torch.randint(0, 16, (n,), generator=g)
     return {
         "num_atoms_per_token": counts.int(),

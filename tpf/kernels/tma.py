@@ -44,7 +44,6 @@ def _encoder() -> ctypes._NamedFuncPointer:
     return encode
 
 
-@functools.lru_cache(maxsize=4096)
 def _encode(
     pointer: int,
     dtype: torch.dtype,
@@ -79,6 +78,25 @@ def _encode(
     return ctypes.string_at(aligned, MAP_BYTES)
 
 
+@functools.lru_cache(maxsize=4096)
+def _map(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> TensorMap:
+    """Return the map of a tensor; shape, strides (elements) and box in the tensor's axis order."""
+    size = _DATA_TYPES[dtype][1]
+    inner_first = tuple(reversed(shape))
+    steps = tuple(
+        s * size if n > 1 else 16 for s, n in zip(strides[-2::-1], inner_first[1:], strict=True)
+    )
+    encoded = _encode(pointer, dtype, inner_first, steps, tuple(reversed(box)), swizzle)
+    return TensorMap.from_buffer_copy(encoded)
+
+
 def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
     """Return the map of x (its own strides) with a box in the axis order of x.
 
@@ -86,21 +104,19 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
     must be multiples of 16 bytes (``mappable``). swizzle is 0, 32, 64 or 128 bytes, at least the
     width of the box.
     """
-    size = x.element_size()
-    shape = tuple(reversed(x.shape))
-    strides = tuple(
-        s * size if n > 1 else 16 for s, n in zip(x.stride()[-2::-1], shape[1:], strict=True)
+    return _map(x.data_ptr(), x.dtype, x.shape, x.stride(), box, swizzle)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mappable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    if shape[-1] > 1 and strides[-1] != 1:
+        return False
+    return all(
+        n <= 1 or (s > 0 and s * size % 16 == 0)
+        for n, s in zip(shape[:-1], strides[:-1], strict=True)
     )
-    encoded = _encode(x.data_ptr(), x.dtype, shape, strides, tuple(reversed(box)), swizzle)
-    return TensorMap.from_buffer_copy(encoded)
 
 
 def mappable(x: Tensor) -> bool:
     """Return whether the copy engine can read x in place."""
-    size = x.element_size()
-    if x.data_ptr() % 16 or (x.shape[-1] > 1 and x.stride(-1) != 1):
-        return False
-    return all(
-        n <= 1 or (s > 0 and s * size % 16 == 0)
-        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
+    return x.data_ptr() % 16 == 0 and _mappable(x.shape, x.stride(), x.element_size())

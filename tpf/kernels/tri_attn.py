@@ -32,6 +32,9 @@ class ForwardTile(NamedTuple):
 FORWARD_THREADS = 384
 """One producer warpgroup and two consumers."""
 
+STREAM = False
+"""Start a block's next work item while the last one ends; not yet measured on a GPU."""
+
 FORWARD_TILES = {
     (16, False): ForwardTile(4, 4),
     (16, True): ForwardTile(2, 4),
@@ -140,9 +143,7 @@ def pack_inputs(bias: Tensor, mask: Tensor | None) -> Packed:
     return Packed(bias_tiles, words, tiles, tiles, batch_bytes)
 
 
-def forward_defines(
-    d: int, fp32_bias: bool, masked: bool, save_residual: bool
-) -> dict[str, int]:
+def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) -> dict[str, int]:
     """Return the constants of the variant of the forward kernel for head width d."""
     width = head_width(d)
     tile = FORWARD_TILES[width, masked]
@@ -154,6 +155,7 @@ def forward_defines(
         "HAS_MASK": int(masked),
         "SAVE_RESIDUAL": int(save_residual),
         "WHOLE_ROWS": int(d == width),
+        "STREAM": int(STREAM),
     }
 
 
@@ -163,6 +165,16 @@ def forward_shared_bytes(defines: dict[str, int], key_tiles: int) -> int:
     stage = 2 * group * TILE * row + 2 * TILE * TILE * (4 if defines["BIAS_F32"] else 2)
     words = 2 * group * key_tiles * 8 if defines["HAS_MASK"] else 0
     return stages * stage + 2 * group * QUERIES * row + 16 * stages + 64 + words
+
+
+def blocks_for(items: int, key_tiles: int, device: int) -> int:
+    """Return the number of persistent thread blocks of the forward kernel.
+
+    With STREAM and one or two key tiles the kernel's pipeline spans three work items, but it has
+    two Q buffers: a block then takes at most two items.
+    """
+    blocks = min(items, processors(device))
+    return max(blocks, (items + 1) // 2) if STREAM and key_tiles <= 2 else blocks
 
 
 def tri_attn_fwd(
@@ -202,9 +214,7 @@ def tri_attn_fwd(
         packed.batch_bytes, o, h, n, d, key_tiles, packed.key_tiles, packed.query_tiles,
         query_blocks, groups, items, scale,
     )  # fmt: skip
-    blocks = min(items, processors(device))
-    if key_tiles <= 2:  # the kernel's pipeline then reaches over two items (see its header)
-        blocks = max(blocks, (items + 1) // 2)
+    blocks = blocks_for(items, key_tiles, device)
     kernel = jit.load("tri_attn_fwd", defines, device, MAX_SHARED)
     shared = forward_shared_bytes(defines, packed.key_tiles)
     kernel.launch((blocks, 1, 1), FORWARD_THREADS, params, raw_stream(device), shared)

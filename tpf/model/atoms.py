@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpf.config import ModelConfig
-from tpf.model.primitives import Layer, LayerNorm, Linear, remat
+from tpf.model.primitives import Init, Layer, LayerNorm, Linear, remat
 from tpf.model.transformer import AtomConditioning, AtomTransformer
 from tpf.model.windows import AtomLayout
 
@@ -99,8 +99,9 @@ class AtomEncoder(nn.Module):
             self.noisy_position_embedder = NoisyPositionEmbedder(cfg)
         self.linear_l = Linear(c, c_pair)
         self.linear_m = Linear(c, c_pair)
+        inits: tuple[Init, ...] = ("relu", "relu", "final")
         self.pair_mlp = nn.Sequential(
-            *(layer for _ in range(3) for layer in (nn.ReLU(), Linear(c_pair, c_pair)))
+            *(layer for init in inits for layer in (nn.ReLU(), Linear(c_pair, c_pair, init=init)))
         )
         self.atom_transformer = atom_transformer(cfg)
         self.linear_q = nn.Sequential(Linear(c, c_token), nn.ReLU())

@@ -38,7 +38,7 @@ class Model(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.register_buffer("version_tensor", torch.tensor(VERSION))
+        self.register_buffer("version_tensor", torch.tensor(VERSION, dtype=torch.float32))
         self.input_embedder = InputEmbedder(cfg)
         self.layer_norm_z = LayerNorm(cfg.c_z)
         self.linear_z = Linear(cfg.c_z, cfg.c_z, init="final")

@@ -33,7 +33,7 @@ class TemplatePairEmbedder(Layer):
         self.z_linear = Linear(1, c_t)
         self.backbone_mask_linear = Linear(1, c_t)
         self.layer_norm_z = LayerNorm(c_z)
-        self.linear_z = Linear(c_z, c_t)
+        self.linear_z = Linear(c_z, c_t, init="relu")
 
     def forward(self, f: dict[str, Any], z: Tensor) -> Tensor:
         dtype = z.dtype
