@@ -70,7 +70,7 @@ def sample_loss(model: Model, batch: dict[str, Any], config: Config, draw: Draws
     if any(float(weights[name].sum()) > 0 for name in CONFIDENCE_TERMS):
         terms |= confidence_loss(batch, model.confidence(batch, trunk, x), x, aligned)
     positions, resolved = aligned.positions[:, 0], aligned.resolved[:, 0]
-    copies = noised_copies(positions, resolved, batch["atom_mask"], cfg.diffusion_samples, sigma)
+    copies = noised_copies(positions, resolved, cfg.diffusion_samples, sigma)
     denoised = model.denoise(batch, trunk, copies.noisy, copies.t)
     terms |= diffusion_loss(
         batch,

@@ -199,9 +199,7 @@ def test_entry_that_could_not_be_matched_gives_zero_loss(chains: list[Chain]) ->
 def test_gradient_reaches_only_resolved_atoms(chains: list[Chain]) -> None:
     f, x = features(chains)
     aligned = align(f, x)
-    noised = diffusion.noised_copies(
-        aligned.positions[:, 0], aligned.resolved[:, 0], f["atom_mask"], 4
-    )
+    noised = diffusion.noised_copies(aligned.positions[:, 0], aligned.resolved[:, 0], 4)
     pred = (noised.positions + torch.randn_like(noised.noisy)).requires_grad_()
     cfg = LossConfig(bond=1.0)
     terms = total.diffusion_loss(

@@ -58,6 +58,8 @@ def _arguments(words: list[str]) -> tuple[list[str], bool]:
 
 def main() -> None:
     """Run the command line and exit with the code of ``tpf.errors``."""
+    # OpenMP threads that spin without end stall each step for seconds on a busy machine.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments, debug = _arguments(sys.argv[1:])
     try:
         app(arguments, prog_name="tpf")

@@ -26,7 +26,7 @@ class Noised(NamedTuple):
     positions: Tensor
     """Moved ground truth [B, S, A, 3]; 0 where unresolved."""
     noisy: Tensor
-    """The same plus noise on every atom of atom_mask [B, S, A, 3]."""
+    """The same plus noise on the resolved atoms [B, S, A, 3]; 0 where unresolved."""
     t: Tensor
     """Noise levels [B, S], angstrom."""
 
@@ -49,14 +49,13 @@ def noise_weight(t: Tensor, sigma_data: float = 16.0) -> Tensor:
 def noised_copies(
     positions: Tensor,
     resolved: Tensor,
-    atom_mask: Tensor,
     n_copies: int,
     sigma_data: float = 16.0,
 ) -> Noised:
     """Make n_copies moved and noised copies of the ground truth (SI 3.7.1, Alg 19).
 
-    positions [B, A, 3], resolved [B, A], atom_mask [B, A]. Each copy is centred on the resolved
-    atoms, rotated at random and moved by N(0, 1) angstrom; noise goes on all atoms of atom_mask.
+    positions [B, A, 3], resolved [B, A]. Each copy is centred on the resolved atoms, rotated at
+    random and moved by N(0, 1) angstrom. Unresolved atoms enter the denoiser at the origin.
     """
     batch, device = positions.shape[0], positions.device
     mask = resolved.unsqueeze(-1)
@@ -68,7 +67,7 @@ def noised_copies(
     moved = moved * mask.unsqueeze(1)
     t = noise_levels((batch, n_copies), device, sigma_data).to(positions.dtype)
     noise = t[..., None, None] * torch.randn_like(moved)
-    return Noised(moved, moved + noise * atom_mask[:, None, :, None], t)
+    return Noised(moved, moved + noise * mask.unsqueeze(1), t)
 
 
 def atom_flags(f: Mapping[str, Any], *names: str) -> Tensor:
