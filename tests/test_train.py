@@ -205,6 +205,16 @@ def test_bad_entries_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     assert any("cut" in text for text in Messages.texts)
 
 
+@pytest.mark.slow
+def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tpf.cli", "train", "--config", "tiny", "--steps", "2",
+             "--wandb", "offline", "--out", str(tmp_path / "run"), *SMALL]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
              "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",

@@ -1,43 +1,90 @@
-"""Weights & Biases behind four calls; does nothing unless asked for or logged in."""
+"""Weights & Biases as one more display of a run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from tpf.config import Config, to_dict
 from tpf.errors import UsageError
 
+Mode = Literal["auto", "disabled", "offline", "online"]
+
+
+def wanted(mode: Mode) -> bool:
+    """Return whether to track: ``auto`` does if WANDB_API_KEY is set."""
+    return mode in ("offline", "online") or (
+        mode == "auto" and bool(os.environ.get("WANDB_API_KEY"))
+    )
+
 
 class Tracker:
-    """Sends configuration, step records and validation means to a wandb run, or nowhere."""
+    """Sends configuration, step records and validation means to a wandb run (a ``Display``)."""
 
-    def __init__(self, mode: Literal["auto", "disabled", "offline", "online"], folder: str) -> None:
-        if mode == "auto":
-            mode = "online" if os.environ.get("WANDB_API_KEY") else "disabled"
-        self.mode = mode
-        self.folder = folder
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
         self._run: Any = None
 
-    def start(self, config: Config, facts: dict[str, Any]) -> None:
-        """Open the run; raise ``UsageError`` if wandb refuses."""
-        if self.mode == "disabled":
-            return
+    def start(self, facts: dict[str, Any]) -> None:
+        """Open the wandb run; raise ``UsageError`` if wandb refuses."""
         import wandb
 
+        mode = self._config.train.wandb
         try:
             self._run = wandb.init(
-                project="tpf", mode=self.mode, dir=self.folder, config=to_dict(config) | facts
+                project="tpf",
+                name=self._folder.name,
+                dir=str(self._folder),
+                mode="online" if mode == "auto" else mode,
+                config=to_dict(self._config) | {"facts": facts},
+                settings=wandb.Settings(silent=True),
             )
         except wandb.errors.Error as error:
-            raise UsageError(f"--wandb {self.mode}: {error}; use --wandb disabled") from error
+            raise UsageError(f"--wandb {mode}: {error}; use --wandb offline or disabled") from error
 
-    def log(self, record: dict[str, Any], step: int) -> None:
-        """Send the numbers of a record."""
-        if self._run is not None:
-            self._run.log({k: v for k, v in record.items() if isinstance(v, (int, float))}, step)
+    def step(self, record: dict[str, Any], steps: int) -> None:
+        """Send the numbers of a step."""
+        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float))}
+        self._run.log(numbers, step=record["step"])
 
-    def finish(self) -> None:
-        """Close the run."""
-        if self._run is not None:
-            self._run.finish()
+    def validation(self, step: int, result: dict[str, Any]) -> None:
+        """Send the data set means of a validation."""
+        means = {f"validation/{name}": v["mean"] for name, v in result["dataset"].items()}
+        self._run.log(means, step=step)
+
+    def message(self, text: str) -> None:
+        """Messages are for people at the terminal."""
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Close the wandb run."""
+        self._run.finish()
+
+
+class Several:
+    """Passes everything on to several displays in order."""
+
+    def __init__(self, displays: Sequence[Any]) -> None:
+        self._displays = displays
+
+    def start(self, facts: dict[str, Any]) -> None:
+        for display in self._displays:
+            display.start(facts)
+
+    def step(self, record: dict[str, Any], steps: int) -> None:
+        for display in self._displays:
+            display.step(record, steps)
+
+    def validation(self, step: int, result: dict[str, Any]) -> None:
+        for display in self._displays:
+            display.validation(step, result)
+
+    def message(self, text: str) -> None:
+        for display in self._displays:
+            display.message(text)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        for display in self._displays:
+            display.end(summary)

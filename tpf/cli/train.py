@@ -110,10 +110,14 @@ def run_rank(
 ) -> None:
     """Train on this rank; the main rank shows progress."""
     from tpf.cli.display import make_display
+    from tpf.tracker import Several, Tracker, wanted
     from tpf.train import Options, train
 
     is_main = int(os.environ.get("RANK", "0")) == 0
-    train(settings, Options(folder, resume, init), make_display(as_json, speaks=is_main))
+    display = make_display(as_json, speaks=is_main)
+    if is_main and wanted(settings.train.wandb):
+        display = Several([display, Tracker(settings, folder)])
+    train(settings, Options(folder, resume, init), display)
 
 
 def _joined_ranks() -> int:
