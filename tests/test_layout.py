@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "tracker": BASE,
     "estimate": {"config"},
     "runfolder": BASE | {"checkpoint", "report"},
-    "validate": BASE | {"data", "metrics", "model", "permutation", "checkpoint", "report"},
+    "validate": BASE | {"data", "metrics", "model", "permutation", "checkpoint", "dist", "report"},
 }
 ANYTHING_BUT_CLI = {"train", "step", "guard", "doctor", "bench", "predict"}
 

@@ -172,6 +172,8 @@ class TrainConfig:
     rollout_steps: int = 20
     max_recycles: int = 3
     precision: Literal["bf16-mixed", "fp32"] = "fp32"
+    cpu_threads: int = 0
+    """Threads of torch's CPU operators; 0 leaves torch's choice. Small models run best on one."""
     validate_every: int = 0
     """Steps between validations; 0 validates before the first and after the last step only."""
     checkpoint_every: int = 100

@@ -41,12 +41,16 @@ class World:
             dist.barrier()
 
 
-def start() -> World:
+def start(cpu_threads: int = 0) -> World:
     """Join the job that the environment describes (torchrun's variables), or be alone.
+
+    ``cpu_threads`` sets torch's CPU threads (0 leaves its choice).
 
     A process that was started alone takes the first GPU, or the CPU when there is none. Raises
     ``HardwareError`` when a local rank has no GPU of its own on a machine that has GPUs.
     """
+    if cpu_threads:
+        torch.set_num_threads(cpu_threads)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -240,7 +240,7 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     ``Interrupted`` after a signal, with the state saved.
     """
     cfg = config.train
-    world = dist.start()
+    world = dist.start(cfg.cpu_threads)
     if cfg.batch_size % world.size:
         raise UsageError(
             f"--batch-size {cfg.batch_size} does not divide over {world.size} ranks; "

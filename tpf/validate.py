@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpf import checkpoint
+from tpf import checkpoint, dist
 from tpf.config import Config, load
 from tpf.data.batch import Batch, to_device, to_torch
 from tpf.data.dataset import ValidationDataset
@@ -194,7 +194,7 @@ def validate_checkpoint(
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     entries = Entries(config.data)
     only = None if targets is None else _read_ids(targets)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = dist.start(config.train.cpu_threads).device
     model = Model(config.model).to(device)
     checkpoint.load_weights(model, saved.ema, str(folder))
     result = validate_model(
