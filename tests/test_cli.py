@@ -77,6 +77,8 @@ def test_help_texts_are_documented() -> None:
         (["train", "--accumulate", "2", "--batch-size", "2"], 2, "--accumulate and --batch-size"),
         (["train", "--init", "nothing"], 2, "nothing: no such file or folder"),
         (["train", "--resume", "nothing"], 2, "--resume nothing: not a run folder"),
+        (["train", "--impl", "magic"], 2, "--impl magic: no such backend; choose from auto"),
+        (["train", "--impl", "cuda"], 3, "--impl cuda needs an NVIDIA GPU"),
         (["train", "--replay", "nothing"], 2, "--replay nothing: no such file"),
         (["validate", "nothing"], 2, "nothing: no such file or folder"),
         (["score", "a.cif", "b.cif"], 2, "a.cif: no such file"),

@@ -27,10 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"optim"},
     "dist": BASE,
     "launch": {"errors"},
+    "signals": set(),
     "tracker": BASE,
     "estimate": {"config"},
     "runfolder": BASE | {"checkpoint", "report"},
-    "validate": BASE | {"data", "metrics", "model", "permutation", "checkpoint", "dist", "report"},
+    "validate": BASE
+    | {"data", "kernels", "metrics", "model", "permutation", "checkpoint", "dist", "report"},
 }
 ANYTHING_BUT_CLI = {"train", "step", "guard", "doctor", "bench", "predict"}
 

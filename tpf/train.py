@@ -6,13 +6,9 @@ The story of a run is ``train``; a whole step is ``Trainer.train_step``.
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +19,15 @@ from tpf.data.batch import to_device
 from tpf.data.dataset import CropDataset, Loader
 from tpf.data.records import Entries
 from tpf.data.sampling import read_clusters
-from tpf.errors import Interrupted, UsageError
+from tpf.errors import Interrupted, TpfError, UsageError
 from tpf.estimate import memory_gb
-from tpf.kernels.describe import describe_impl
+from tpf.kernels.describe import check_impl, describe_impl
 from tpf.metrics.schema import to_dict
 from tpf.model.model import Model
 from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
 from tpf.report.train import write_train_report
 from tpf.runfolder import RunFolder, refuse_existing
+from tpf.signals import Stop
 from tpf.step import Draws, draws, sample_loss
 from tpf.validate import validate_model
 
@@ -52,35 +49,6 @@ class Options:
     out: Path
     resume: bool = False
     init: Path | None = None
-
-
-@dataclass
-class Stop:
-    """Set by SIGINT, SIGTERM or SIGUSR1; the loop ends after the step in progress."""
-
-    signal: int | None = None
-
-    def __call__(self) -> bool:
-        return self.signal is not None
-
-    @contextmanager
-    def listening(self) -> Iterator[Stop]:
-        """Catch the signals while the block runs; a second one acts at once."""
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        previous = {number: signal.getsignal(number) for number in signals}
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-            for known, action in previous.items():
-                signal.signal(known, action)
-
-        for number in signals:
-            signal.signal(number, handler)
-        try:
-            yield self
-        finally:
-            for number, action in previous.items():
-                signal.signal(number, action)
 
 
 @dataclass
@@ -143,11 +111,19 @@ class Trainer:
         for features in samples:
             draw = draws(cfg, self.step, features["position"][0])
             batch = to_device(features, device)
-            loss = sample_loss(self.model, batch, self.config, draw)
             ids += batch["id"]
-            if not math.isfinite(value := float(loss.total.detach())):
-                self._fail(run, features, draw, f"loss is {value}")
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            try:
+                loss = sample_loss(self.model, batch, self.config, draw)
+                if not math.isfinite(value := float(loss.total.detach())):
+                    self._fail(run, features, draw, f"loss is {value}")
+                loss.total.backward()  # type: ignore[no-untyped-call]
+            except torch.OutOfMemoryError as error:
+                tokens, atoms = batch["token_mask"].shape[1], batch["atom_mask"].shape[1]
+                raise TpfError(
+                    f"step {self.step + 1}, sample {', '.join(batch['id'])} ({tokens} tokens, "
+                    f"{atoms} atoms): out of GPU memory; lower --crop, train.diffusion_samples or "
+                    "train.diffusion_chunk, or set model.checkpoint=true"
+                ) from error
             norm = gradients.add()
             if not math.isfinite(norm):
                 self._fail(run, features, draw, f"gradient norm is {norm}")
@@ -249,6 +225,7 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     if not options.resume and world.is_main:
         refuse_existing(options.out)
     start = checkpoint.resolve(options.init) if options.init is not None else None
+    check_impl(config.model.impl, world.device)
     entries = Entries(config.data)
     clusters = read_clusters(Path(config.data.clusters)) if config.data.clusters else None
     dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed, clusters=clusters)

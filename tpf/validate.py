@@ -21,6 +21,7 @@ from tpf.data.records import Entries, Record
 from tpf.data.tables import Tables
 from tpf.data.write import write_mmcif
 from tpf.errors import DataError, UsageError
+from tpf.kernels.describe import check_impl
 from tpf.metrics.confidence import PLDDT_RANGE, expected
 from tpf.metrics.evaluate import evaluate_samples
 from tpf.metrics.schema import (
@@ -195,6 +196,7 @@ def validate_checkpoint(
     entries = Entries(config.data)
     only = None if targets is None else _read_ids(targets)
     device = dist.start(config.train.cpu_threads).device
+    check_impl(config.model.impl, device)
     model = Model(config.model).to(device)
     checkpoint.load_weights(model, saved.ema, str(folder))
     result = validate_model(

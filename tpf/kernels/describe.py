@@ -1,10 +1,27 @@
-"""Say which implementation the triangle operators will use, without running them."""
+"""Check and describe ``--impl`` for a device, without running the operators."""
 
 from __future__ import annotations
 
 import torch
 
-from tpf.kernels.ops import AUTO_TAKES_KERNELS
+from tpf.errors import HardwareError, UsageError
+from tpf.kernels.ops import AUTO_TAKES_KERNELS, IMPLS
+
+
+def check_impl(impl: str, device: torch.device) -> None:
+    """Raise ``UsageError`` for an unknown name, ``HardwareError`` for one the device cannot run."""
+    if impl not in IMPLS:
+        raise UsageError(f"--impl {impl}: no such backend; choose from {', '.join(IMPLS)}")
+    if impl in ("auto", "torch"):
+        return
+    if device.type != "cuda":
+        raise HardwareError(f"--impl {impl} needs an NVIDIA GPU, none is visible; use --impl auto")
+    capability = torch.cuda.get_device_capability(device)
+    if impl == "cuda" and capability != (9, 0):
+        raise HardwareError(
+            f"--impl cuda needs a Hopper GPU (compute capability 9.0), this one has "
+            f"{capability[0]}.{capability[1]}; use --impl auto"
+        )
 
 
 def describe_impl(impl: str, device: torch.device) -> str:
