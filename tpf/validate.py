@@ -34,6 +34,7 @@ from tpf.metrics.schema import (
     write_csv,
     write_json,
 )
+from tpf.metrics.structure import Scored, from_features, unbatch
 from tpf.model.model import Model
 from tpf.permutation import align
 from tpf.report.validate import write_validation_report
@@ -165,7 +166,8 @@ def _validate_target(model: Model, targets: Targets, index: int, folder: Path) -
         for k in range(x.shape[1]):
             path = folder / f"{record.id}-seed{seed}-sample{k}.cif"
             write_mmcif(path, targets.tables(index), _numpy(x[0, k]), _numpy(plddt[k]))
-    return TargetResult(record.id, record.n_tokens, results)
+    chains, interfaces = Scored.everything(from_features(unbatch(batch))).counts()
+    return TargetResult(record.id, record.n_tokens, results, chains, interfaces)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

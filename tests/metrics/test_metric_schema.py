@@ -89,7 +89,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "skipped",
     }
     target = document["targets"][0]
-    assert set(target) == {"id", "n_tokens", "seeds"}
+    assert set(target) == {"id", "n_tokens", "seeds", "chains", "interfaces"}
     assert set(target["seeds"][0]) == {"seed", "samples", "top1", "best", "reported"}
     assert set(document["dataset"]["gpde"]) == {"mean", "sd", "n"}
     assert document["model_selection"]["weights"] == "fine-tuning"

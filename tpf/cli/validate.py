@@ -117,6 +117,9 @@ def _print(result: Validation, folder: Path) -> None:
         sd = "–" if value.sd is None else f"{value.sd:.4f}"
         table.add_row(name, f"{value.mean:.4f}", sd, str(value.n))
     console.print(table)
+    chains = sum(target.chains for target in result.targets)
+    interfaces = sum(target.interfaces for target in result.targets)
+    console.print(f"scored {chains} chains and {interfaces} interfaces")
     chosen = result.model_selection
     score = "–" if chosen.value is None else f"{chosen.value:.4f}"
     console.print(f"model selection ({chosen.weights} weights): {score}")

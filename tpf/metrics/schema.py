@@ -50,6 +50,10 @@ class TargetResult:
     id: str
     n_tokens: int
     seeds: list[SeedResult]
+    chains: int = 0
+    """Scored chains."""
+    interfaces: int = 0
+    """Scored pairs of chains."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,13 @@ def from_dict(document: Mapping[str, Any]) -> Validation:
             checkpoint=document["checkpoint"],
             settings=dict(document["settings"]),
             targets=[
-                TargetResult(t["id"], t["n_tokens"], [SeedResult(**s) for s in t["seeds"]])
+                TargetResult(
+                    t["id"],
+                    t["n_tokens"],
+                    [SeedResult(**s) for s in t["seeds"]],
+                    t["chains"],
+                    t["interfaces"],
+                )
                 for t in document["targets"]
             ],
             dataset={k: DatasetValue(**v) for k, v in document["dataset"].items()},
