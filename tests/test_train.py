@@ -17,9 +17,11 @@ import torch
 
 from tpf import checkpoint
 from tpf.cli.display import Silent
+from tpf.cli.rank import run_rank
 from tpf.config import Config, load
 from tpf.errors import UsageError
 from tpf.guard import NonFinite
+from tpf.launch import Plan, launch
 from tpf.train import Options, replay, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
@@ -216,14 +218,15 @@ def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:
 
 
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-             "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-             "-m", "tpf.cli", "train", "--config", "tiny", "--steps", "3", "--batch-size", "2",
-             "--out", str(tmp_path / "two"), *SMALL]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    run(small("train.steps=3", "train.batch_size=2"), tmp_path / "one")
+    config = small("train.steps=3", "train.batch_size=2")
+    launch(Plan("launch", 2), run_rank, config, tmp_path / "two", False, None, True)
+    run(config, tmp_path / "one")
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_failing_rank_is_named(tmp_path: Path) -> None:
+    config = small("train.steps=3", "train.batch_size=2", f"data.path={tmp_path / 'none'}")
+    with pytest.raises(UsageError, match=r"rank \d failed: .*none: no such file or folder"):
+        launch(Plan("launch", 2), run_rank, config, tmp_path / "two", False, None, True)

@@ -172,6 +172,8 @@ class TrainConfig:
     rollout_steps: int = 20
     max_recycles: int = 3
     precision: Literal["bf16-mixed", "fp32"] = "fp32"
+    deterministic: bool = True
+    """Choose GPU algorithms that repeat bit by bit (a few percent slower)."""
     cpu_threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's choice. Small models run best on one."""
     validate_every: int = 0

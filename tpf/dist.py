@@ -67,6 +67,12 @@ def start(cpu_threads: int = 0) -> World:
     return World(rank, size, device)
 
 
+def make_deterministic() -> None:
+    """Make torch's GPU operators repeat bit by bit; call before the first of them runs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def stop() -> None:
     """Leave the job."""
     if dist.is_available() and dist.is_initialized():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tpf import errors
 from tpf.errors import HardwareError, TpfError, UsageError
 
 RUN_ID = "tpf"
@@ -77,8 +79,9 @@ def _not_enough(gpus: int, available: int) -> str:
 def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:
     """Start the ranks of a ``launch`` plan through torch's elastic launcher and wait for them.
 
-    Raises ``TpfError`` with the first failing rank's own message.
+    Raises the first failing rank's error, with its exit code, as a ``TpfError``.
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -95,4 +98,14 @@ def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:
         elastic_launch(config, entry)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise TpfError(f"rank {rank} failed: {failure.message}") from error
+        raise _error_of(rank, failure.message) from error
+
+
+def _error_of(rank: int, message: object) -> TpfError:
+    """Rebuild a rank's error from what the elastic launcher kept: its kind and its text."""
+    text = str(message["message"] if isinstance(message, dict) else message)
+    kind, _, sentence = text.partition(": ")
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, TpfError) and known is not errors.DataError:
+        return known(f"rank {rank} failed: {sentence}")
+    return TpfError(f"rank {rank} failed: {text}")

@@ -217,6 +217,8 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     """
     cfg = config.train
     world = dist.start(cfg.cpu_threads)
+    if cfg.deterministic and world.device.type == "cuda":
+        dist.make_deterministic()
     if cfg.batch_size % world.size:
         raise UsageError(
             f"--batch-size {cfg.batch_size} does not divide over {world.size} ranks; "

@@ -99,25 +99,12 @@ def train(
     default = "compact" if available else "tiny"
     settings = _settings(config, given, run, default)
     folder = run or out or _new_folder(settings.name)
+    from tpf.cli.rank import run_rank
+
     if chosen.kind == "launch":
         launch(chosen, run_rank, settings, folder, run is not None, init, as_json)
     else:
         run_rank(settings, folder, run is not None, init, as_json)
-
-
-def run_rank(
-    settings: Config, folder: Path, resume: bool, init: Path | None, as_json: bool
-) -> None:
-    """Train on this rank; the main rank shows progress."""
-    from tpf.cli.display import make_display
-    from tpf.tracker import Several, Tracker, wanted
-    from tpf.train import Options, train
-
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    display = make_display(as_json, speaks=is_main)
-    if is_main and wanted(settings.train.wandb):
-        display = Several([display, Tracker(settings, folder)])
-    train(settings, Options(folder, resume, init), display)
 
 
 def _joined_ranks() -> int:
