@@ -7,7 +7,7 @@ SHELL := /bin/bash
 PY := $(if $(TPF_VENV),$(TPF_VENV),.venv)/bin/python
 JOBS ?= 2
 
-.PHONY: env check test slow gpu format
+.PHONY: env check test slow gpu docs format
 
 env:
 	@. cli/env.sh dev
@@ -25,6 +25,9 @@ slow: env
 
 gpu: env
 	$(PY) -m pytest -m gpu
+
+docs: env
+	$(PY) -m tpf.cli.helptext > docs/cli.txt
 
 format: env
 	$(PY) -m ruff check --fix .

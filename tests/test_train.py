@@ -22,12 +22,14 @@ from tpf.config import Config, load
 from tpf.errors import UsageError
 from tpf.guard import NonFinite
 from tpf.launch import Plan, launch
+from tpf.step import draws
 from tpf.train import Options, replay, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
 SMALL = [
     f"data.path={EXAMPLES / '1ubq.cif.gz'}",
     "data.crop=24",
+    "train.lr=2e-3",
     "train.warmup=2",
     "train.diffusion_samples=2",
     "train.rollout_steps=2",
@@ -113,9 +115,10 @@ def test_batch_of_two_steps_over_two_samples(tmp_path: Path) -> None:
     assert record["samples"] == ["1ubq", "1ubq"]
 
 
-def _start(out: Path, steps: int, *, resume: bool = False) -> subprocess.Popen[str]:
+def _start(out: Path, steps: int, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tpf.cli", "train", "--config", "tiny", "--steps", str(steps)]
     words += ["--out", str(out), *(["--resume"] if resume else SMALL)]
+    words += overrides
     environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
     return subprocess.Popen(
         words,
@@ -123,6 +126,7 @@ def _start(out: Path, steps: int, *, resume: bool = False) -> subprocess.Popen[s
         stderr=subprocess.PIPE,
         text=True,
         env=environment | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
 
 
@@ -153,12 +157,15 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path) -> Non
     assert_equal_states(tmp_path / "straight", out)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_save_and_exit_130(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGUSR1, 2)]
+)
+def test_signals_save_and_exit_130(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    """The signal goes to the whole process group, as a terminal and a scheduler send it."""
     out = tmp_path / "run"
-    process = _start(out, 400)
+    process = _start(out, 400, f"data.workers={workers}")
     _wait_for_step(out, 3, process)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert re.search(r"interrupted after step \d+; go on with: tpf train --resume", errors)
@@ -173,6 +180,27 @@ def _poisoned(finished: Path, folder: Path, name: str) -> Path:
     return checkpoint.save(folder, saved.step, saved.config, tensors, saved.extra)
 
 
+def test_damaged_checkpoint_is_written_anew_by_the_resumed_run(
+    finished: Path, tmp_path: Path
+) -> None:
+    run(small("train.steps=4"), tmp_path / "run")
+    damaged = checkpoint.resolve(tmp_path / "run") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    run(small("train.steps=6"), tmp_path / "run", resume=True)
+    assert_equal_states(finished, tmp_path / "run")
+    assert checkpoint.damage(damaged.parent) is None
+
+
+def test_cycles_are_those_of_the_step_on_every_rank() -> None:
+    cfg = load("full").train
+    seen = set()
+    for step in range(64):
+        cycles = {draws(cfg, step, index).cycles for index in range(4)}
+        assert len(cycles) == 1
+        seen |= cycles
+    assert seen == {1, 2, 3, 4}
+
+
 def test_nonfinite_step_names_the_culprit_and_can_be_replayed(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +209,7 @@ def test_nonfinite_step_names_the_culprit_and_can_be_replayed(
     with pytest.raises(NonFinite, match=f"sample 1ubq: .*first not finite: parameter {name}") as e:
         run(small("train.steps=6"), tmp_path / "run", init=start)
     file = Path(str(e.value).rsplit("--replay ", 1)[1])
-    assert name in replay(file, torch.device("cpu"))
+    assert name in replay(file)
 
 
 def test_checkpoint_of_another_preset_is_refused(finished: Path, tmp_path: Path) -> None:

@@ -77,12 +77,13 @@ def save(
     """
     folder = run / "checkpoints"
     final = folder / f"step-{step:06d}"
-    if final.exists():
+    if final.exists() and not damage(final):
         return final
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in [*folder.glob(".step-*"), final]:  # of killed processes, or damaged
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()
         for name in _FILES:
             _save_tensors(temporary / f"{name}.safetensors", tensors[name])
@@ -138,6 +139,15 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def damage(path: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint folder, None if all are whole."""
+    try:
+        _read_state(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint folder; raise ``CheckpointError`` if any part is missing or damaged."""
     state = _read_state(path)
@@ -176,10 +186,10 @@ def resolve(path: str | Path) -> Path:
     if (path / "state.json").is_file():
         return path
     if (path / "checkpoints").is_dir():
-        steps = _steps(path)
-        if steps:
-            return steps[-1][1]
-        raise UsageError(f"run {path}: holds no checkpoint")
+        whole = [step for _, step in _steps(path) if not damage(step)]
+        if whole:
+            return whole[-1]
+        raise UsageError(f"run {path}: holds no whole checkpoint")
     if not path.exists():
         raise UsageError(f"checkpoint {path}: no such file or folder")
     raise UsageError(f"checkpoint {path}: neither a run folder nor a checkpoint folder of tpf")

@@ -201,6 +201,10 @@ class ValidateConfig:
     seeds: int = 1
     sampling_steps: int = 200
     recycles: int = 3
+    path: str | None = None
+    """Structures that training validates on; None takes the training entries themselves."""
+    max_targets: int | None = None
+    """Targets of a validation during training, taken evenly from the list; None takes all."""
     max_tokens: int | None = None
     """Targets above this number of tokens are skipped and listed."""
     selection_weights: Literal["fine-tuning", "initial"] = "fine-tuning"
@@ -230,6 +234,12 @@ def _preset_path(config: str) -> Path:
     return path
 
 
+def _check_overrides(overrides: list[str] | tuple[str, ...]) -> None:
+    for item in overrides:
+        if "=" not in item:
+            raise UsageError(f"override {item!r} has no '='; write key=value, as train.lr=1e-3")
+
+
 def load(config: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Return the configuration of a preset name or YAML file with dotted ``key=value`` overrides.
 
@@ -238,9 +248,7 @@ def load(config: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    for item in overrides:
-        if "=" not in item:
-            raise UsageError(f"override {item!r} has no '='; write key=value, as train.lr=1e-3")
+    _check_overrides(overrides)
     path = _preset_path(config)
     try:
         merged = OmegaConf.merge(
@@ -264,13 +272,18 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(values: dict[str, Any]) -> Config:
-    """Rebuild a configuration from ``to_dict``; raise ``UsageError`` for an unknown key."""
+def from_dict(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Rebuild a configuration from ``to_dict`` with overrides; raise ``UsageError`` as ``load``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    _check_overrides(overrides)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Config),
+            OmegaConf.create(values),
+            OmegaConf.from_dotlist(list(overrides)),
+        )
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UsageError(f"stored configuration: {str(error).splitlines()[0]}") from error

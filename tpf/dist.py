@@ -35,6 +35,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def any(self, flag: bool) -> bool:
+        """Return on every rank whether ``flag`` is true on any rank."""
+        if self.size == 1:
+            return flag
+        return bool(self.sum_(torch.tensor(float(flag), device=self.device)) > 0)
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         if self.size > 1:
@@ -71,6 +77,7 @@ def make_deterministic() -> None:
     """Make torch's GPU operators repeat bit by bit; call before the first of them runs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def stop() -> None:

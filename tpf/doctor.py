@@ -177,7 +177,8 @@ def _relative_error(got: object, want: object) -> float:
     import torch
 
     assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
 
 
 def _attention() -> Finding:

@@ -76,7 +76,7 @@ def watch(model: nn.Module) -> Iterator[list[str]]:
 def write_replay(path: Path, config: Config, model: nn.Module, micro: dict[str, Any]) -> None:
     """Store what is needed to run one sample's step again (atomic).
 
-    ``micro`` has ``batch`` (nested tensors), ``step``, ``index`` and ``cycles``.
+    ``micro`` has ``batch`` (nested tensors), ``step`` and ``index``.
     """
     content = {"config": to_dict(config), "model": model.state_dict(), **micro}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -36,6 +36,11 @@ def plan(gpus: int | None, nodes: int, rendezvous: str | None, available: int) -
         raise UsageError(f"--gpus is {gpus}; give 1 or more, or leave it out")
     if nodes < 1:
         raise UsageError(f"--nodes is {nodes}; give 1 or more")
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "WORLD_SIZE" not in os.environ:
+        raise HardwareError(
+            "srun started several tasks of tpf train; start one task per node with "
+            "--gpus N --nodes M --rdzv FIRST_NODE:29400"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         size = int(os.environ["WORLD_SIZE"])
         if gpus not in (None, size):
@@ -82,6 +87,7 @@ def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:
     Raises the first failing rank's error, with its exit code, as a ``TpfError``.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -96,6 +102,10 @@ def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:
     )
     try:
         elastic_launch(config, entry)(*arguments)
+    except SignalException as error:
+        raise errors.Interrupted(
+            "interrupted; go on from the last checkpoint with the same command and --resume"
+        ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise _error_of(rank, failure.message) from error

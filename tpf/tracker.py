@@ -59,8 +59,12 @@ class Tracker:
         """Messages are for people at the terminal."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Close the wandb run."""
-        self._run.finish()
+        """The last validation has been sent already."""
+
+    def close(self) -> None:
+        """Close the wandb run, also after an error."""
+        if self._run is not None:
+            self._run.finish()
 
 
 class Several:
@@ -88,3 +92,7 @@ class Several:
     def end(self, summary: dict[str, Any]) -> None:
         for display in self._displays:
             display.end(summary)
+
+    def close(self) -> None:
+        for display in self._displays:
+            display.close()

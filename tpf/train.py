@@ -5,6 +5,8 @@ The story of a run is ``train``; a whole step is ``Trainer.train_step``.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from tpf import checkpoint, dist, guard
-from tpf.config import Config
+from tpf.checkpoint import write_text
+from tpf.config import Config, from_dict, to_yaml
 from tpf.data.batch import to_device
 from tpf.data.dataset import CropDataset, Loader
 from tpf.data.records import Entries
@@ -25,7 +28,7 @@ from tpf.kernels.describe import check_impl, describe_impl
 from tpf.metrics.schema import to_dict
 from tpf.model.model import Model
 from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
-from tpf.report.train import write_train_report
+from tpf.report.train import read_validations, write_train_report
 from tpf.runfolder import RunFolder, refuse_existing
 from tpf.signals import Stop
 from tpf.step import Draws, draws, sample_loss
@@ -40,6 +43,7 @@ class Display(Protocol):
     def validation(self, step: int, result: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
     def end(self, summary: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ class Trainer:
         return record | ({"events": events} if events else {})
 
     def _fail(self, run: RunFolder, features: dict[str, Any], draw: Draws, what: str) -> None:
+        if self.world.is_main:
+            self.save(run)
         path = run.path / f"replay-step-{self.step + 1:06d}-rank-{self.world.rank}.pt"
         micro = {"batch": features, "step": draw.step, "index": draw.index}
         guard.write_replay(path, self.config, self.model, micro)
@@ -195,12 +201,12 @@ def _load_optimizer(
         optimizer.state[parameter][key] = value.to(place)
 
 
-def replay(path: Path, device: torch.device) -> str:
+def replay(path: Path) -> str:
     """Run again the step of a replay file; return what was not finite first."""
-    from tpf.config import from_dict
-
     content = guard.read_replay(path)
     config = from_dict(content["config"])
+    world = _start(config)
+    device = world.device
     model = Model(config.model).to(device)
     checkpoint.load_weights(model, content["model"], str(path))
     model.train()
@@ -216,9 +222,7 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     ``Interrupted`` after a signal, with the state saved.
     """
     cfg = config.train
-    world = dist.start(cfg.cpu_threads)
-    if cfg.deterministic and world.device.type == "cuda":
-        dist.make_deterministic()
+    world = _start(config)
     if cfg.batch_size % world.size:
         raise UsageError(
             f"--batch-size {cfg.batch_size} does not divide over {world.size} ranks; "
@@ -229,27 +233,40 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     start = checkpoint.resolve(options.init) if options.init is not None else None
     check_impl(config.model.impl, world.device)
     entries = Entries(config.data)
+    targets = entries
+    if config.validate.path is not None:
+        targets = Entries(dataclasses.replace(config.data, path=config.validate.path))
     clusters = read_clusters(Path(config.data.clusters)) if config.data.clusters else None
     dataset = CropDataset(entries, config.data, loss=config.loss, seed=cfg.seed, clusters=clusters)
     trainer = Trainer.build(config, world)
     run = _open(trainer, options, start, display)
-    if world.is_main:
-        display.start(_facts(trainer, run, entries))
-        for bad in entries.skipped:
-            display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
-    stop = Stop()
-    results: dict[int, dict[str, Any]] = {}
-    with stop.listening():
-        if not options.resume:
-            results[0] = _validate(trainer, run, entries, display, stop)
-        _loop(trainer, run, dataset, display, stop, results)
-        if trainer.step not in results:
-            results[trainer.step] = _validate(trainer, run, entries, display, stop)
-    summary = _summary(trainer, run, results)
-    if world.is_main:
-        write_train_report(run.path)
-        display.end(summary)
-    return summary
+    try:
+        if world.is_main:
+            display.start(_facts(trainer, run, entries))
+            for bad in entries.skipped:
+                display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
+        with Stop().listening() as stop:
+            if trainer.step == 0:
+                _validate(trainer, run, targets, display, stop)
+            _loop(trainer, run, dataset, targets, display, stop)
+            _validate(trainer, run, targets, display, stop)
+        summary = _summary(trainer, run)
+        if world.is_main:
+            display.end(summary)
+        return summary
+    finally:
+        if world.is_main:
+            display.close()
+            with contextlib.suppress(OSError):
+                write_train_report(run.path)
+
+
+def _start(config: Config) -> dist.World:
+    """Join the job and set what its arithmetic depends on."""
+    world = dist.start(config.train.cpu_threads)
+    if config.train.deterministic and world.device.type == "cuda":
+        dist.make_deterministic()
+    return world
 
 
 def _open(trainer: Trainer, options: Options, start: Path | None, display: Display) -> RunFolder:
@@ -261,6 +278,7 @@ def _open(trainer: Trainer, options: Options, start: Path | None, display: Displ
         trainer.restore(saved)
         if world.is_main:
             run.truncate_log(saved.step)
+            write_text(run.path / "config.yaml", to_yaml(trainer.config))
             display.message(f"resuming {run.path} after step {saved.step}")
         return run
     if start is not None:
@@ -268,6 +286,8 @@ def _open(trainer: Trainer, options: Options, start: Path | None, display: Displ
         checkpoint.load_weights(trainer.model, saved.ema, str(saved.path))
         trainer.ema = Ema(trainer.model, trainer.config.train.ema)
     run = RunFolder.create(options.out, trainer.config) if world.is_main else RunFolder(options.out)
+    if world.is_main:
+        trainer.save(run)
     world.barrier()
     return run
 
@@ -276,9 +296,9 @@ def _loop(
     trainer: Trainer,
     run: RunFolder,
     dataset: CropDataset,
+    targets: Entries,
     display: Display,
     stop: Stop,
-    results: dict[int, dict[str, Any]],
 ) -> None:
     cfg, world = trainer.config.train, trainer.world
     gradients = SampleGradients(trainer.model, cfg.clip)
@@ -292,7 +312,7 @@ def _loop(
         workers=trainer.config.data.workers,
     )
     stream = iter(loader)
-    while trainer.step < cfg.steps and not stop():
+    while trainer.step < cfg.steps:
         begin = time.perf_counter()
         samples = next(stream)
         loaded = time.perf_counter()
@@ -313,10 +333,10 @@ def _loop(
             display.step(record, cfg.steps)
             if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
                 trainer.save(run)
+        if world.any(stop()):
+            _interrupt(trainer, run)
         if cfg.validate_every and trainer.step % cfg.validate_every == 0:
-            results[trainer.step] = _validate(trainer, run, dataset.entries, display, stop)
-    if stop():
-        _interrupt(trainer, run)
+            _validate(trainer, run, targets, display, stop)
 
 
 def _interrupt(trainer: Trainer, run: RunFolder) -> None:
@@ -329,27 +349,25 @@ def _interrupt(trainer: Trainer, run: RunFolder) -> None:
 
 
 def _validate(
-    trainer: Trainer, run: RunFolder, entries: Entries, display: Display, stop: Stop
-) -> dict[str, Any]:
-    """Validate the EMA weights on rank 0 while the others wait."""
-    result: dict[str, Any] = {}
-    if trainer.world.is_main:
+    trainer: Trainer, run: RunFolder, targets: Entries, display: Display, stop: Stop
+) -> None:
+    """Validate the EMA weights on rank 0, unless this step has been, while the others wait."""
+    folder = run.validation_dir(trainer.step)
+    if trainer.world.is_main and not (folder / "metrics.json").is_file():
         with trainer.ema.applied_to(trainer.model):
             found = validate_model(
                 trainer.model,
-                entries,
+                targets,
                 trainer.config,
-                run.validation_dir(trainer.step),
+                folder,
                 origin=f"{run.path}, step {trainer.step}",
                 should_stop=stop,
             )
         if found is not None:
-            result = to_dict(found)
-            display.validation(trainer.step, result)
+            display.validation(trainer.step, to_dict(found))
     trainer.world.barrier()
-    if stop():
+    if trainer.world.any(stop()):
         _interrupt(trainer, run)
-    return result
 
 
 def _facts(trainer: Trainer, run: RunFolder, entries: Entries) -> dict[str, Any]:
@@ -371,12 +389,11 @@ def _facts(trainer: Trainer, run: RunFolder, entries: Entries) -> dict[str, Any]
     }
 
 
-def _summary(
-    trainer: Trainer, run: RunFolder, results: dict[int, dict[str, Any]]
-) -> dict[str, Any]:
+def _summary(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
+    validations = read_validations(run.path)
     return {
         "run": str(run.path),
         "steps": trainer.step,
         "skipped": trainer.skipped,
-        "validation": {step: result.get("dataset", {}) for step, result in sorted(results.items())},
+        "validation": {step: to_dict(v)["dataset"] for step, v in sorted(validations.items())},
     }

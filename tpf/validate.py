@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tpf import checkpoint, dist
-from tpf.config import Config, load
+from tpf.config import Config, from_dict, to_dict
 from tpf.data.batch import Batch, to_device, to_torch
 from tpf.data.dataset import ValidationDataset
-from tpf.data.records import Entries, Record
+from tpf.data.records import Entries, Record, failure_of
 from tpf.data.tables import Tables
 from tpf.data.write import write_mmcif
 from tpf.errors import DataError, UsageError
@@ -70,10 +71,11 @@ def validate_model(
             progress(record.id, count, len(targets.chosen))
             try:
                 done.append(_validate_target(model, targets, index, folder / "predicted"))
-            except DataError as error:
-                skipped.append(Skipped(record.id, f"{error.stage}: {error.reason}"))
             except torch.OutOfMemoryError:
                 skipped.append(Skipped(record.id, f"out of memory at {record.n_tokens} tokens"))
+            except Exception as error:  # the other targets still count
+                bad = failure_of(record.id, error)
+                skipped.append(Skipped(bad.id, f"{bad.stage}: {bad.reason}"))
             if should_stop():
                 return None
     finally:
@@ -101,18 +103,24 @@ class Targets:
             for seed in range(config.validate.seeds)
         ]
         wanted = None if only is None else set(only)
-        known = {record.id for record in entries.records}
+        known = {record.id.lower() for record in entries.records}
         if wanted is not None and (absent := sorted(wanted - known)):
             raise UsageError(
                 f"--targets: {len(absent)} ids are not among the usable entries of --data, "
                 f"such as {absent[0]}"
             )
         first = self._seeds[0]
-        self.chosen = [i for i, r in enumerate(first.records) if wanted is None or r.id in wanted]
+        self.chosen = [
+            i for i, r in enumerate(first.records) if wanted is None or r.id.lower() in wanted
+        ]
+        limit = config.validate.max_targets
+        if limit is not None and len(self.chosen) > limit:
+            places = np.linspace(0, len(self.chosen) - 1, limit).round().astype(int)
+            self.chosen = [self.chosen[place] for place in places]
         self.skipped = [
             Skipped(s.id, f"{s.stage}: {s.reason}")
             for s in first.skipped
-            if wanted is None or s.id in wanted
+            if wanted is None or s.id.lower() in wanted
         ]
 
     def record(self, index: int) -> Record:
@@ -188,11 +196,12 @@ def validate_checkpoint(
     entry id a line. Raises ``UsageError`` for a wrong path, an existing ``out`` or an unknown id.
     """
     folder = checkpoint.resolve(path)
-    run = folder.parent.parent
-    config = load(str(run / "config.yaml"), overrides)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("tpf validate runs as one process; start it without torchrun")
     saved = checkpoint.load(folder)
+    config = from_dict(to_dict(saved.config), ["validate.max_targets=null", *overrides])
     if out is None:
-        out = _new_folder(run / "validation" / folder.name)
+        out = _new_folder(_home(folder) / "validation" / folder.name)
     elif out.exists():
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     entries = Entries(config.data)
@@ -206,12 +215,18 @@ def validate_checkpoint(
         entries,
         config,
         out,
-        origin=f"{run}, step {saved.step}",
+        origin=f"{folder}, step {saved.step}",
         only=only,
         progress=progress,
     )
     assert result is not None
     return result, out
+
+
+def _home(folder: Path) -> Path:
+    """Return the run of a checkpoint folder, or the folder that holds it if it has none."""
+    run = folder.parent.parent
+    return run if (run / "config.yaml").is_file() else folder.parent
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -235,7 +250,7 @@ def _read_ids(path: Path) -> list[str]:
 def compare_files(first: Path, second: Path, resamples: int) -> dict[str, Any]:
     """Return the paired bootstrap of two validations as a plain dictionary (metrics.md B5)."""
     a, b = read_json(first), read_json(second)
-    weights = str(a.settings["selection_weights"])
+    weights = str(a.settings.get("selection_weights", "fine-tuning"))
     difference = compare(a, b, resamples, weights)
     return {
         "first": a.checkpoint,

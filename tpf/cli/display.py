@@ -37,6 +37,7 @@ class Silent:
     def validation(self, step: int, result: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
     def end(self, summary: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -59,6 +60,8 @@ class JsonLines:
 
     def end(self, summary: dict[str, Any]) -> None:
         self._write("end", summary)
+
+    def close(self) -> None: ...
 
 
 class Rich:
@@ -127,3 +130,6 @@ class Rich:
         if summary["skipped"]:
             self.console.print(f"{len(summary['skipped'])} draws skipped (see train.jsonl)")
         self.console.print(f"run folder: {summary['run']} (open report.html there)")
+
+    def close(self) -> None:
+        self.progress.stop()

@@ -111,17 +111,33 @@ def _joined_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+FIXED = (
+    "data.path", "data.crop", "data.msa", "data.conformers", "train.batch_size", "train.seed",
+    "train.diffusion_samples", "train.rollout_steps", "train.max_recycles", "train.precision",
+)  # fmt: skip
+"""What an exact continuation must share with the run that it continues."""
+
+
 def _settings(config: str | None, given: list[str], run: Path | None, default: str) -> Config:
     from tpf.config import load
 
     if run is None:
         return load(config or default, given)
-    settings = load(str(run / "config.yaml"), given)
-    if config is not None and load(config).model != load(str(run / "config.yaml")).model:
+    stored = load(str(run / "config.yaml"))
+    if config is not None and load(config).name != stored.name:
         raise UsageError(
-            f"--config {config}: run {run} was trained with {settings.name}; "
+            f"--config {config}: run {run} was trained with {stored.name}; "
             "leave --config out to resume it, or start a new run"
         )
+    settings = load(str(run / "config.yaml"), given)
+    for name in FIXED:
+        group, key = name.split(".")
+        before, now = (getattr(getattr(c, group), key) for c in (stored, settings))
+        if before != now:
+            raise UsageError(
+                f"--resume {run}: {name} was {before} and would be {now}; leave it as it was, "
+                f"or start a new run with --init {run}"
+            )
     return settings
 
 
@@ -151,7 +167,6 @@ def _new_folder(name: str) -> Path:
 
 
 def _replay(path: Path) -> None:
-    from tpf import dist
     from tpf.train import replay
 
-    typer.echo(f"first not finite in {replay(path, dist.start().device)}")
+    typer.echo(f"first not finite in {replay(path)}")

@@ -87,7 +87,7 @@ def _progress(target: str, done: int, total: int) -> None:
 def compare(
     first: Annotated[Path, typer.Argument(help="metrics.json of a validation, or its folder.")],
     second: Annotated[Path, typer.Argument(help="The one to compare with.")],
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.")] = 10_000,
+    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples.")] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare two validations of the same targets by paired bootstrap (first minus second)."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tpf.data.cif import entry_name
 from tpf.data.load import is_structure_name, load_tables
+from tpf.data.records import failure_of
 from tpf.data.tables import LIGAND, Tokens
 from tpf.data.tokens import tokenize
 from tpf.errors import DataError
@@ -54,8 +55,9 @@ def check_file(path: Path | str, *, ccd: str | None = None) -> CheckRow:
             reason = f"{path.suffix} files are not read; convert to mmCIF (gemmi convert)"
             raise DataError(entry_name(path), "read", reason)
         return _row(path, tokenize(load_tables(path, ccd=ccd)))
-    except DataError as error:
-        return CheckRow(path=path, id=error.entry, ok=False, stage=error.stage, reason=error.reason)
+    except Exception as error:  # a bug that one file uncovers is reported like a bad file
+        bad = failure_of(entry_name(path), error)
+        return CheckRow(path=path, id=bad.id, ok=False, stage=bad.stage, reason=bad.reason)
 
 
 def _row(path: Path, tokens: Tokens) -> CheckRow:

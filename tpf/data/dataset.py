@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import traceback
+import signal
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from tpf.data.batch import Batch, pack, to_torch, unpack
 from tpf.data.ccd import Dictionary
 from tpf.data.crop import crop
 from tpf.data.features import Features, featurize
-from tpf.data.records import Entries, Skipped
+from tpf.data.records import Entries, Skipped, failure_of
 from tpf.data.sampling import Unit, epoch_order, rank_positions
 from tpf.data.tables import Tokens
 from tpf.errors import DataError, TpfError, UsageError
@@ -90,7 +90,7 @@ class CropDataset(Dataset[Features]):
             try:
                 return self.sample(unit, rng) | {"position": position, "skipped": skipped}
             except Exception as error:  # a bug that one entry uncovers must not end a long run
-                failure = _failure(self.entries.records[unit.entry].id, error)
+                failure = failure_of(self.entries.records[unit.entry].id, error)
                 log.warning("%s: %s: %s (skipped)", failure.id, failure.stage, failure.reason)
                 skipped.append(asdict(failure))
         last = skipped[-1]
@@ -113,14 +113,6 @@ class CropDataset(Dataset[Features]):
             loss=self.loss,
             msa=parsed.alignments,
         )
-
-
-def _failure(entry: str, error: Exception) -> Skipped:
-    if isinstance(error, DataError):
-        return Skipped(entry, error.stage, error.reason)
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-    return Skipped(entry, "unexpected", reason)
 
 
 class ValidationDataset(Dataset[Features]):
@@ -156,12 +148,13 @@ class ValidationDataset(Dataset[Features]):
 
     def __getitem__(self, index: int) -> Features:
         """Return the features of an entry; raise ``DataError`` if it cannot be used."""
-        parsed = self._cache.get(self.records[index].path)
+        record = self.records[index]
+        parsed = self._cache.get(record.path)
         return featurize(
             parsed.tokens,
             np.arange(len(parsed.tokens)),
             self._dictionary,
-            np.random.default_rng([self.seed, index]),
+            np.random.default_rng([self.seed, zlib.crc32(record.id.encode())]),
             config=self.config,
             msa=parsed.alignments,
             training=False,
@@ -186,6 +179,12 @@ class _Packed(Dataset[Any]):
             return pack(self._dataset[position])
         except DataError as error:
             return _Failed(error)
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Ignore the signals that end a run: the trainer ends its workers after saving."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _same(item: Any) -> Any:  # noqa: ANN401 - any sample
@@ -241,6 +240,7 @@ class Loader:
             num_workers=workers,
             collate_fn=_same,
             prefetch_factor=4 if workers else None,
+            worker_init_fn=_leave_signals_to_the_trainer,
         )
 
     def __iter__(self) -> Iterator[list[Batch]]:

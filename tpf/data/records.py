@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import multiprocessing
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from tpf.config import DataConfig
 from tpf.data import store
 from tpf.data.cache import EntryCache
+from tpf.data.cif import entry_name
 from tpf.data.load import find_files
 from tpf.data.proximity import close_groups
 from tpf.data.sampling import Unit, cluster_weights
@@ -73,6 +75,15 @@ class Skipped:
     id: str
     stage: str
     reason: str
+
+
+def failure_of(entry: str, error: Exception) -> Skipped:
+    """Return an error as a skipped entry; one that is no ``DataError`` names its origin."""
+    if isinstance(error, DataError):
+        return Skipped(entry, error.stage, error.reason)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+    return Skipped(entry, "unexpected", reason)
 
 
 def record_of(tokens: Tokens, path: str) -> Record:
@@ -202,8 +213,8 @@ def map_files(
 def _read_record(cache: EntryCache, path: str) -> Record | Skipped:
     try:
         return record_of(cache.get(path).tokens, path)
-    except DataError as error:
-        return Skipped(error.entry, error.stage, error.reason)
+    except Exception as error:  # one odd file must not keep a run from starting
+        return failure_of(entry_name(Path(path)), error)
 
 
 def _cutoff(config: DataConfig) -> datetime.date | None:
