@@ -80,6 +80,8 @@ def test_help_texts_are_documented() -> None:
         (["train", "--impl", "magic"], 2, "--impl magic: no such backend; choose from auto"),
         (["train", "--impl", "cuda"], 3, "--impl cuda needs an NVIDIA GPU"),
         (["train", "--replay", "nothing"], 2, "--replay nothing: no such file"),
+        (["data", "check", "nothing"], 2, "nothing: no such file or folder"),
+        (["data", "show", "nothing"], 2, "nothing: no such file or folder"),
         (["validate", "nothing"], 2, "nothing: no such file or folder"),
         (["score", "a.cif", "b.cif"], 2, "a.cif: no such file"),
     ],

@@ -37,6 +37,8 @@ def test_overrides_win_over_the_preset() -> None:
         ("train.lr=-1", "lr is -1.0"),
         ("data.crop=0", "crop is 0"),
         ("train.ema=1.5", "train.ema is 1.5"),
+        ("train.seed=-1", "train.seed is -1"),
+        ("train.warmup=-1", "train.warmup is -1"),
         ("train.precision=fp16", "fp16"),
         ("train.steps=many", "many"),
         ("crop", "has no '='"),

@@ -189,8 +189,9 @@ class TrainConfig:
         _positive(self, "checkpoint_every", "keep", "diffusion_chunk")
         if not 0 <= self.ema < 1:
             raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
-        if self.warmup < 0 or self.validate_every < 0 or self.max_recycles < 0:
-            raise UsageError("train.warmup, validate_every and max_recycles must not be negative")
+        for name in ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"train.{name} is {getattr(self, name)}; give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,8 @@ def _driver() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    if importlib.util.find_spec("cuda.bindings") is None:
+    cuda = importlib.util.find_spec("cuda")
+    if cuda is None or importlib.util.find_spec("cuda.bindings") is None:
         return Finding(
             "nvrtc", "missing", "cuda-bindings is not installed (CUDA builds of torch bring it)"
         )

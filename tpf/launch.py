@@ -56,7 +56,9 @@ def plan(gpus: int | None, nodes: int, rendezvous: str | None, available: int) -
 
 
 def _several_nodes(gpus: int | None, nodes: int, rendezvous: str | None, available: int) -> Plan:
-    if gpus is None or gpus % nodes:
+    if gpus is None:
+        raise UsageError(f"--nodes {nodes} needs --gpus, the number of GPUs over all nodes")
+    if gpus % nodes:
         raise UsageError(f"--gpus {gpus} does not divide over --nodes {nodes}; give a multiple")
     if rendezvous is None or ":" not in rendezvous:
         raise UsageError(f"--nodes {nodes} needs --rdzv HOST:PORT of the first node")
@@ -78,7 +80,7 @@ def _not_enough(gpus: int, available: int) -> str:
     line = f"tpf train --gpus {nodes * per_node}"
     if nodes > 1:
         line += f" --nodes {nodes} --rdzv FIRST_NODE:29400"
-    return f"--gpus {gpus}: {have}; run on each of {nodes} node(s) with {per_node} GPUs: {line}"
+    return f"--gpus {gpus}: {have}; run on each of {nodes} {'node' if nodes == 1 else 'nodes'} with {per_node} GPUs: {line}"
 
 
 def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +21,20 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Catch the signals while the block runs; a second one acts at once."""
+        """Catch the signals while the block runs; only a second SIGINT acts at once.
+
+        Schedulers send several signals in a row, so SIGTERM and SIGUSR1 always wait for the save.
+        """
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         previous = {number: signal.getsignal(number) for number in signals}
 
         def handler(number: int, frame: FrameType | None) -> None:
+            if self.signal is None:
+                text = "finishing the step, then saving; Ctrl-C again stops at once without saving"
+                print(f"tpf: {text}", file=sys.stderr, flush=True)
             self.signal = number
-            for known, action in previous.items():
-                signal.signal(known, action)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
         for number in signals:
             signal.signal(number, handler)

@@ -365,6 +365,12 @@ def _validate(
             )
         if found is not None:
             display.validation(trainer.step, to_dict(found))
+            if not found.targets:
+                reasons = sorted({skipped.reason for skipped in found.skipped})
+                display.message(
+                    f"nothing was validated: {len(found.skipped)} entries skipped, "
+                    f"{'; '.join(reasons[:3])} (see validate.max_tokens)"
+                )
     trainer.world.barrier()
     if trainer.world.any(stop()):
         _interrupt(trainer, run)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpf.errors import TpfError
+from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
     from tpf.data.check import CheckRow
@@ -37,6 +37,8 @@ def check(
 
     from tpf.data.check import check_paths
 
+    for path in paths:
+        _must_exist(path)
     total = bad = 0
     for row in check_paths(paths):
         total += 1
@@ -51,6 +53,11 @@ def check(
         typer.echo(f"{total} files: {total - bad} ok, {bad} cannot be used")
     if strict and bad:
         raise TpfError(f"{bad} of {total} files cannot be used (--strict)")
+
+
+def _must_exist(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
 
 
 def _line(row: CheckRow) -> str:
@@ -77,5 +84,6 @@ def show(
     """Show chains, entities, tokens, atomised residues, bonds, and a crop of one entry."""
     from tpf.data.show import describe, render
 
+    _must_exist(file)
     facts = describe(file, crop, seed)
     typer.echo(json.dumps(facts) if as_json else render(facts))

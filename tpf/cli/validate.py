@@ -27,7 +27,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Sample structures from a checkpoint and score them: tpf validate CHECKPOINT|RUN.",
+    help="Sample structures from a checkpoint and score them: tpf validate CHECKPOINT|RUN "
+    "(options: tpf validate run --help).",
 )
 
 
