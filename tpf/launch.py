@@ -80,7 +80,8 @@ def _not_enough(gpus: int, available: int) -> str:
     line = f"tpf train --gpus {nodes * per_node}"
     if nodes > 1:
         line += f" --nodes {nodes} --rdzv FIRST_NODE:29400"
-    return f"--gpus {gpus}: {have}; run on each of {nodes} {'node' if nodes == 1 else 'nodes'} with {per_node} GPUs: {line}"
+    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
+    return f"--gpus {gpus}: {have}; run on {where} with {per_node} GPUs: {line}"
 
 
 def launch(chosen: Plan, entry: Callable[..., Any], *arguments: Any) -> None:
