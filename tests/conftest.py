@@ -7,6 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tpf.errors import UsageError
@@ -151,6 +151,8 @@ def test_charts_without_values_say_so(values: list[float]) -> None:
         assert "no finite values" in figure
 
 
+@example([5e-324], False)
+@example([5e-324], True)
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=30), st.booleans())
 def test_charts_draw_any_numbers(values: list[float], log: bool) -> None:
     names = [f"<{k}>" for k in range(len(values))]

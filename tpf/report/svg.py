@@ -55,6 +55,10 @@ class Axis:
         return nice_ticks(self.low, self.high)
 
 
+SMALLEST = 1e-290
+"""Numbers below it are drawn as 0: arithmetic on them loses all digits."""
+
+
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Return round numbers (1, 2, 5 times a power of ten) inside [low, high]."""
     raw = (high - low) / max(count, 1)
@@ -96,7 +100,7 @@ def line_chart(
     ]
     if not points:
         return empty(title)
-    log_y = log_y and min(y for _, y in points) > 0
+    log_y = log_y and min(y for _, y in points) > SMALLEST
     x_axis = Axis(*_span([x for x, _ in points], pad=0.0), LEFT, WIDTH - RIGHT)
     y_axis = Axis(*_span([y for _, y in points], log=log_y), HEIGHT - BOTTOM, TOP, log=log_y)
     body = [_frame(x_axis, y_axis, x_label, y_label)]
@@ -173,7 +177,7 @@ def _span(values: Sequence[float], pad: float = 0.04, log: bool = False) -> tupl
     if log:
         return (low / 1.2, high * 1.2)
     if high - low <= 1e-12 * max(1.0, abs(low), abs(high)):
-        room = 0.5 * abs(low) if low else 0.5
+        room = 0.5 * abs(low) if abs(low) > SMALLEST else 0.5
         return low - room, high + room
     return low - pad * (high - low), high + pad * (high - low)
 
