@@ -1,7 +1,7 @@
 """Check the triangle attention kernels against FP64 and time them beside flex_attention.
 
     python benchmarks/attention_check.py [--build] [--check] [--time] [--backward] [--flex]
-        [--stream] [--shapes NxD,...] [--json PATH]
+        [--no-stream] [--shapes NxD,...] [--json PATH]
 
 Runs on one Hopper GPU (--build needs none); prints a table last. Inputs lie inside larger buffers
 filled with NaN, so a read outside a tensor shows in the results.
@@ -282,13 +282,13 @@ def time_shape(n: int, d: int, backward: bool, flex: bool) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stream", action="store_true", help="run tri_attn with STREAM on")
+    parser.add_argument("--no-stream", action="store_true", help="run tri_attn with STREAM off")
     for flag in ("build", "check", "time", "backward", "flex"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--shapes", default=",".join(f"{n}x{d}" for n, d in TIMED))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    tri_attn.STREAM = args.stream
+    tri_attn.STREAM = not args.no_stream
     if args.build:
         start = time.perf_counter()
         count = build_all(args.backward)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tpf.config import load, to_yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "data" / "examples"
 
@@ -121,6 +123,20 @@ def test_existing_out_is_never_overwritten(tmp_path: Path) -> None:
     (out / "precious").write_text("x")
     message = one_sentence(tpf("train", "--out", out, cwd=tmp_path), 2)
     assert "never overwritten" in message and (out / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--config", "compact"], "--config compact: run run was trained with tiny"),
+        (["--crop", "32"], "data.crop was 64 and would be 32"),
+    ],
+)
+def test_resume_keeps_the_recipe(words: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("tiny")))
+    message = one_sentence(tpf("train", "--resume", "run", *words, cwd=tmp_path), 2)
+    assert sentence in message, message
 
 
 def test_data_check_counts_and_strict(tmp_path: Path) -> None:

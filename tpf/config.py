@@ -169,11 +169,16 @@ class TrainConfig:
     """Noised copies per sample."""
     diffusion_chunk: int = 4
     """Copies whose diffusion losses are evaluated at a time."""
+    noise_mean: float = -1.2
+    noise_sd: float = 1.5
+    """Of the logarithm of the noise level in units of sigma_data (AF3 SI 3.7.1)."""
     rollout_steps: int = 20
     max_recycles: int = 3
     precision: Literal["bf16-mixed", "fp32"] = "fp32"
     deterministic: bool = True
     """Choose GPU algorithms that repeat bit by bit (a few percent slower)."""
+    compile: bool = False
+    """Compile the repeated blocks of the network: a minute or two at the start, faster steps."""
     cpu_threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's choice. Small models run best on one."""
     validate_every: int = 0
@@ -186,7 +191,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "lr", "clip", "batch_size", "diffusion_samples", "rollout_steps")
-        _positive(self, "checkpoint_every", "keep", "diffusion_chunk")
+        _positive(self, "checkpoint_every", "keep", "diffusion_chunk", "noise_sd")
         if not 0 <= self.ema < 1:
             raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
         for name in ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads"):

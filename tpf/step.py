@@ -63,15 +63,17 @@ def sample_loss(model: Model, batch: dict[str, Any], config: Config, draw: Draws
     cfg, sigma = config.train, config.model.sigma_data
     torch.manual_seed(draw.seed)
     trunk = model.trunk(batch, draw.cycles, cfg.precision)
-    x = model.rollout(batch, trunk, 1, cfg.rollout_steps)
+    context = model.prepare(batch, trunk)
+    x = model.rollout(context, 1, cfg.rollout_steps)
     aligned = align(batch, x)
     terms = distogram_loss(batch, model.distogram(trunk), aligned)
     weights = sample_weights(batch, config.loss, aligned.valid)
     if any(float(weights[name].sum()) > 0 for name in CONFIDENCE_TERMS):
         terms |= confidence_loss(batch, model.confidence(batch, trunk, x), x, aligned)
     positions, resolved = aligned.positions[:, 0], aligned.resolved[:, 0]
-    copies = noised_copies(positions, resolved, cfg.diffusion_samples, sigma)
-    denoised = model.denoise(batch, trunk, copies.noisy, copies.t)
+    log_noise = (cfg.noise_mean, cfg.noise_sd)
+    copies = noised_copies(positions, resolved, cfg.diffusion_samples, sigma, log_noise)
+    denoised = model.denoise(context, copies.noisy, copies.t)
     terms |= diffusion_loss(
         batch,
         denoised,

@@ -72,6 +72,8 @@ class Trainer:
         """Make the model (weights drawn from the seed), optimiser and EMA."""
         torch.manual_seed(config.train.seed)
         model = Model(config.model).to(world.device)
+        if config.train.compile:
+            model.compile_blocks()
         return cls(
             config, world, model, build_optimizer(model, config.train), Ema(model, config.train.ema)
         )

@@ -70,7 +70,8 @@ def validate_model(
             record = targets.record(index)
             progress(record.id, count, len(targets.chosen))
             try:
-                done.append(_validate_target(model, targets, index, folder / "predicted"))
+                with torch.compiler.set_stance("force_eager"):  # every target has its own sizes
+                    done.append(_validate_target(model, targets, index, folder / "predicted"))
             except torch.OutOfMemoryError:
                 skipped.append(Skipped(record.id, f"out of memory at {record.n_tokens} tokens"))
             except Exception as error:  # the other targets still count
@@ -160,7 +161,8 @@ def _validate_target(model: Model, targets: Targets, index: int, folder: Path) -
         torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
         batch = to_device(targets.batch(index, seed), device)
         trunk = model.trunk(batch, config.validate.recycles + 1, config.train.precision)
-        x = model.rollout(batch, trunk, config.validate.samples, config.validate.sampling_steps)
+        sampling = config.validate.samples, config.validate.sampling_steps
+        x = model.rollout(model.prepare(batch, trunk), *sampling)
         if not x.isfinite().all():
             raise DataError(record.id, "sampling", "the sampled coordinates are not finite")
         aligned = align(batch, x)

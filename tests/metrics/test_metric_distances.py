@@ -104,6 +104,12 @@ def test_worked_has_clash(close: int, kind: int, clash: bool) -> None:
     assert has_clash(structure, x) is clash
 
 
+def test_ligand_with_500_close_pairs_does_not_clash() -> None:
+    for kind, clash in ((LIGAND, False), (PROTEIN, True)):
+        structure = build_structure([kind] * 20 + [PROTEIN] * 25, [0] * 20 + [1] * 25)
+        assert has_clash(structure, np.zeros((45, 3))) is clash  # 20 x 25 pairs
+
+
 def test_more_than_a_hundred_pairs_clash() -> None:
     for close, clash in ((100, False), (101, True)):
         structure = build_structure([PROTEIN] * 600, [0] * 300 + [1] * 300)

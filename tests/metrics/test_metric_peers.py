@@ -19,8 +19,10 @@ from tpf.metrics.superpose import gdt, superpose, superposed_metrics
 
 struc = pytest.importorskip("biotite.structure")
 
-PAIRS = ("1l2y", "2lwu", "1bna", "1aki")
-"""Two NMR entries (models 1 and 2), a DNA and a protein crystal (perturbed copies)."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "data" / "examples"
+PAIRS = ("1ubq", "2q2k", "4cup", "1l2y", "2lwu", "1bna", "1aki")
+"""Built-in examples (a protein, a protein-DNA and a ligand complex), two NMR entries, a DNA and a
+protein crystal. The model is the second of an NMR entry, else a perturbed copy."""
 
 
 def atoms_of(path: Path) -> Any:  # noqa: ANN401 (biotite has no types)
@@ -33,8 +35,10 @@ def atoms_of(path: Path) -> Any:  # noqa: ANN401 (biotite has no types)
 
 
 @pytest.fixture(params=PAIRS)
-def pair(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Any, Any]:
-    path = shared_data / "general" / f"{request.param}.cif.gz"
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    path = EXAMPLES / f"{request.param}.cif.gz"
+    if not path.is_file():
+        path = request.getfixturevalue("shared_data") / "general" / path.name
     if not path.is_file():
         pytest.skip(f"{path.name} is not in shared/data/general")
     stack = atoms_of(path)

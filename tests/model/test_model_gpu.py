@@ -33,7 +33,7 @@ def run(device: str, precision: Any) -> tuple[dict[str, torch.Tensor], dict[str,
     out = {
         "z": trunk.z,
         "s": trunk.s,
-        "x": model.denoise(f, trunk, x, t),
+        "x": model.denoise(model.prepare(f, trunk), x, t),
         "distogram": model.distogram(trunk),
         **model.confidence(f, trunk, x[:, :1]),
     }

@@ -212,12 +212,30 @@ def test_names_and_shapes(full: Model) -> None:
     assert len(pairformer_block("")) == 57
 
 
+def with_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an OpenFold3 state dict: the diffusion module stands in it twice."""
+    twice = {f"sample_diffusion.{k}": v for k, v in state.items() if k.startswith("diffusion_")}
+    return state | twice
+
+
+def test_openfold3_names_load_strictly() -> None:
+    """All 4890 entries of the full preset, their names and shapes from the tables above."""
+    expected = trunk_shapes() | diffusion_shapes() | head_shapes()
+    entries = with_aliases({k: torch.empty(s, device="meta") for k, s in expected.items()})
+    assert len(entries) == 4890
+    build("full").load_state_dict(entries, strict=True, assign=True)
+
+
 def test_state_dict_round_trip() -> None:
-    cfg = load("tiny").model
-    first, second = Model(cfg), Model(cfg)
-    second.load_state_dict(first.state_dict(), strict=True)
-    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
-    assert first.version_tensor.tolist() == [2, 0, 0]
+    model = Model(load("tiny").model)
+    assert model.version_tensor.tolist() == [2, 0, 0]
+    wanted = {name: torch.randn_like(x) for name, x in model.state_dict().items()}
+    model.load_state_dict(with_aliases(wanted), strict=True)
+    found = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({k: x for k, x in wanted.items() if "linear_z" not in k})
 
 
 def test_fourier_buffers_do_not_depend_on_the_seed() -> None:

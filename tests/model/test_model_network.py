@@ -36,7 +36,7 @@ def everything(model: Model, f: dict[str, Any], trunk: Trunk) -> dict[str, Tenso
     t = torch.tensor([[2.0, 30.0]]).expand(n_batch, 2).to(trunk.z)
     out = model.confidence(f, trunk, x)
     return out | {
-        "x": model.denoise(f, trunk, x, t),
+        "x": model.denoise(model.prepare(f, trunk), x, t),
         "distogram": model.distogram(trunk),
         **trunk._asdict(),
     }
@@ -160,7 +160,7 @@ def test_untrained_network_is_finite_in_bf16() -> None:
     model = Model(TINY)
     f = random_features(n_tokens=16)
     trunk = model.trunk(f, 2, "bf16-mixed")
-    x = model.rollout(f, trunk, 2, 4)
+    x = model.rollout(model.prepare(f, trunk), 2, 4)
     assert x.shape == (1, 2, f["atom_mask"].shape[1], 3) and x.isfinite().all()
     out = everything(model, f, trunk)
     total(out).backward()
@@ -318,9 +318,10 @@ def test_rollout_is_reproducible_and_masks_padding() -> None:
     model = build().eval()
     f = random_features(n_tokens=12, pad_atoms=40)
     trunk = model.trunk(f, 1)
+    context = model.prepare(f, trunk)
     torch.manual_seed(1)
-    first = model.rollout(f, trunk, 2, 3)
+    first = model.rollout(context, 2, 3)
     torch.manual_seed(1)
-    assert torch.equal(first, model.rollout(f, trunk, 2, 3))
+    assert torch.equal(first, model.rollout(context, 2, 3))
     assert not first.requires_grad
     assert (first[:, :, -40:] == 0).all()

@@ -158,7 +158,8 @@ def test_denoiser_and_heads(pair: tuple[Any, Model]) -> None:
             zij_trunk=trunk.z[:, None],
             use_conditioning=True,
         )
-        assert_same(ours.denoise(f, trunk, x * known[..., None], t), denoised, known, EPS_SUM)
+        context = ours.prepare(f, trunk)
+        assert_same(ours.denoise(context, x * known[..., None], t), denoised, known, EPS_SUM)
     parts = {
         "si_trunk": single,
         "zij_trunk": trunk.z[:, None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpf.errors import HardwareError, UsageError
-from tpf.kernels.ops import AUTO_TAKES_KERNELS, IMPLS
+from tpf.kernels.ops import IMPLS
 
 
 def check_impl(impl: str, device: torch.device) -> None:
@@ -30,8 +30,6 @@ def describe_impl(impl: str, device: torch.device) -> str:
         return impl
     if device.type != "cuda":
         return "torch (the reference path; no NVIDIA GPU)"
-    if not AUTO_TAKES_KERNELS:
-        return "torch (the reference path; ask for --impl cuda or flex by name)"
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0):
         return "cuda (Hopper kernels) for BF16, torch otherwise"

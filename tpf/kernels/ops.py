@@ -22,8 +22,6 @@ __all__ = ["Direction", "Impl", "TriMulWeights", "triangle_attention", "triangle
 
 Impl = Literal["auto", "cuda", "flex", "torch"]
 IMPLS = ("auto", "cuda", "flex", "torch")
-AUTO_TAKES_KERNELS = False
-"""Whether "auto" may choose cuda or flex: off until both have passed their checks on a GPU."""
 MAX_HEAD_DIM = 64
 
 _log = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ def _attention_impl(
     impl: Impl, q: Tensor, bias: Tensor, scale: float
 ) -> Literal["cuda", "flex", "torch"]:
     """Resolve impl for these inputs; "auto" says in the log why it does not take the kernels."""
-    if impl == "torch" or (impl == "auto" and not AUTO_TAKES_KERNELS):
+    if impl == "torch":
         return "torch"
     if impl not in IMPLS:
         raise ArgumentError(f"impl is {impl!r}; choose from {', '.join(IMPLS)}")

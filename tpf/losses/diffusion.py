@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tpf.geometry import apply_rigid, kabsch, length, random_rotations
 
-_MEAN_LOG_NOISE, _SD_LOG_NOISE = -1.2, 1.5
+LOG_NOISE = (-1.2, 1.5)
+"""Mean and standard deviation of log(t / sigma_data) in training (AF3 SI 3.7.1)."""
 _LDDT_THRESHOLDS = (0.5, 1.0, 2.0, 4.0)
 _LDDT_RADIUS, _LDDT_RADIUS_NUCLEOTIDE = 15.0, 30.0
 
@@ -32,12 +33,14 @@ class Noised(NamedTuple):
 
 
 def noise_levels(
-    shape: tuple[int, ...], device: torch.device | str = "cpu", sigma_data: float = 16.0
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    sigma_data: float = 16.0,
+    log_noise: tuple[float, float] = LOG_NOISE,
 ) -> Tensor:
-    """Draw noise levels in angstrom: sigma_data * exp(-1.2 + 1.5 * normal) (SI 3.7.1)."""
-    return sigma_data * torch.exp(
-        _MEAN_LOG_NOISE + _SD_LOG_NOISE * torch.randn(shape, device=device)
-    )
+    """Draw noise levels in angstrom: sigma_data * exp(mean + sd * normal) (SI 3.7.1)."""
+    mean, sd = log_noise
+    return sigma_data * torch.exp(mean + sd * torch.randn(shape, device=device))
 
 
 def noise_weight(t: Tensor, sigma_data: float = 16.0) -> Tensor:
@@ -51,6 +54,7 @@ def noised_copies(
     resolved: Tensor,
     n_copies: int,
     sigma_data: float = 16.0,
+    log_noise: tuple[float, float] = LOG_NOISE,
 ) -> Noised:
     """Make n_copies moved and noised copies of the ground truth (SI 3.7.1, Alg 19).
 
@@ -65,7 +69,7 @@ def noised_copies(
     translation = torch.randn(batch, n_copies, 3, device=device, dtype=positions.dtype)
     moved = apply_rigid(centred, rotation.view(batch, n_copies, 3, 3), translation)
     moved = moved * mask.unsqueeze(1)
-    t = noise_levels((batch, n_copies), device, sigma_data).to(positions.dtype)
+    t = noise_levels((batch, n_copies), device, sigma_data, log_noise).to(positions.dtype)
     noise = t[..., None, None] * torch.randn_like(moved)
     return Noised(moved, moved + noise * mask.unsqueeze(1), t)
 

@@ -10,17 +10,21 @@ from torch import Tensor, nn
 
 from tpf.config import ModelConfig
 from tpf.errors import UsageError
-from tpf.model.diffusion import DiffusionModule, Trunk
+from tpf.model.diffusion import DenoiserContext, DiffusionModule, Trunk
 from tpf.model.embed import InputEmbedder, InputEmbedding
 from tpf.model.heads import AuxHeads
-from tpf.model.msa import MSAEmbedder, MSAModule
-from tpf.model.pairformer import PairformerStack
+from tpf.model.msa import MSABlock, MSAEmbedder, MSAModule
+from tpf.model.pairformer import PairformerBlock, PairformerStack
 from tpf.model.primitives import LayerNorm, Linear, no_autocast
 from tpf.model.sample import noise_schedule, sample
 from tpf.model.template import TemplateEmbedder
+from tpf.model.transformer import ConditionedBlock
 
 VERSION = (2, 0, 0)
 """Version of the parameter layout, that of OpenFold3."""
+
+ALIASES = "sample_diffusion.diffusion_module."
+"""Prefix under which OpenFold3's state dict lists ``diffusion_module.*`` once more."""
 
 Features = dict[str, Any]
 Precision = Literal["bf16-mixed", "fp32"]
@@ -50,6 +54,13 @@ class Model(nn.Module):
         self.pairformer_stack = PairformerStack(cfg, cfg.pairformer_blocks)
         self.diffusion_module = DiffusionModule(cfg)
         self.aux_heads = AuxHeads(cfg)
+        self.register_load_state_dict_pre_hook(_drop_aliases)
+
+    def compile_blocks(self) -> None:
+        """Compile the repeated blocks in place with torch.compile; the rest stays eager."""
+        for module in self.modules():
+            if isinstance(module, (MSABlock, PairformerBlock, ConditionedBlock)):
+                module.compile()
 
     def trunk(self, f: Features, n_cycles: int, precision: Precision = "fp32") -> Trunk:
         """Run embedder, templates, MSA module and Pairformer ``n_cycles`` times.
@@ -89,20 +100,24 @@ class Model(nn.Module):
         s, z = self.pairformer_stack(s, z, mask)
         return s, z
 
-    def denoise(self, f: Features, trunk: Trunk, x_noisy: Tensor, t: Tensor) -> Tensor:
+    def prepare(self, f: Features, trunk: Trunk) -> DenoiserContext:
+        """Compute what ``denoise`` and ``rollout`` share: all but noise levels and positions."""
+        return self.diffusion_module.prepare(f, trunk)
+
+    def denoise(self, context: DenoiserContext, x_noisy: Tensor, t: Tensor) -> Tensor:
         """Denoise x_noisy [B, S, A, 3] (Angstrom) at noise levels t [B, S]: [B, S, A, 3]."""
-        return self.diffusion_module(self.diffusion_module.prepare(f, trunk), x_noisy, t)
+        return self.diffusion_module(context, x_noisy, t)
 
     @torch.no_grad()
-    def rollout(self, f: Features, trunk: Trunk, n_samples: int, n_steps: int) -> Tensor:
+    def rollout(self, context: DenoiserContext, n_samples: int, n_steps: int) -> Tensor:
         """Sample structures [B, S, A, 3] in Angstrom (AF3 Alg 18); padded atoms are zero."""
-        context = self.diffusion_module.prepare(f, trunk)
+        layout = context.layout
         return sample(
             lambda x, t: self.diffusion_module(context, x, t),
-            f["atom_mask"] > 0,
+            layout.mask[:, : layout.n_atoms],
             n_samples,
             noise_schedule(n_steps, self.cfg.sigma_data),
-            trunk.z.dtype,
+            context.s.dtype,
         )
 
     def distogram(self, trunk: Trunk) -> Tensor:
@@ -116,6 +131,12 @@ class Model(nn.Module):
         plddt [B, S, A, 50], resolved [B, S, A, 2], pae and pde [B, S, N, N, 64].
         """
         return self.aux_heads.confidence(f, trunk, x)
+
+
+def _drop_aliases(module: nn.Module, state: dict[str, Any], *_: Any) -> None:  # noqa: ANN401
+    """Drop OpenFold3's second names of the diffusion module from a state dict to be loaded."""
+    for name in [name for name in state if name.startswith(ALIASES)]:
+        del state[name]
 
 
 def _stream_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
