@@ -72,17 +72,6 @@ _ForwardParams = tma.params_type(
 )
 
 
-class Packed(NamedTuple):
-    """Bias tiles in fragment order and mask words (kernels/README.md), as ``pack_inputs`` makes."""
-
-    bias_tiles: Tensor
-    mask_words: Tensor | None
-    key_tiles: int
-    query_tiles: int
-    batch_bytes: int
-    """Bytes between the bias tiles of two batch entries; 0 if all share one bias."""
-
-
 def head_width(d: int) -> int:
     """Return the padded head width of the kernels (16, 32 or 64)."""
     return 16 if d <= 16 else 32 if d <= 32 else 64
@@ -109,38 +98,6 @@ def mapped(x: Tensor) -> Tensor:
     if tma.mappable(x):
         return x
     return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()[..., : x.shape[-1]]
-
-
-def pack_inputs(bias: Tensor, mask: Tensor | None) -> Packed:
-    """Write bias [B, H, N, N] as tiles in fragment order and mask [B, O, N] as 64-bit words.
-
-    One launch; the layouts are those of kernels/README.md.
-    """
-    device = device_index(bias)
-    batch, heads, n, _ = bias.shape
-    if bias.stride(0) == 0:
-        batch = 1
-    tiles = (n + 2 * TILE - 1) // (2 * TILE) * 2
-    fp32 = bias.dtype == torch.float32
-    bias_tiles = torch.empty(
-        (batch, heads, tiles, tiles, TILE * TILE), dtype=bias.dtype, device=bias.device
-    )
-    words, word_count, outer = None, 0, 1
-    mask_strides: tuple[int, ...] = (0, 0, 0)
-    if mask is not None:
-        outer, mask_strides = mask.shape[1], mask.stride()
-        words = torch.empty((*mask.shape[:2], tiles), dtype=torch.int64, device=bias.device)
-        word_count = words.numel()
-    bias_blocks = batch * heads * tiles * tiles
-    params = _PackParams(
-        bias.data_ptr(), bias_tiles.data_ptr(), 0 if mask is None else mask.data_ptr(),
-        0 if words is None else words.data_ptr(), *bias.stride(), *mask_strides, n, heads, outer,
-        tiles, tiles, bias_blocks, word_count,
-    )  # fmt: skip
-    kernel = jit.load("tri_attn_pack", {"BIAS_F32": int(fp32)}, device)
-    kernel.launch((bias_blocks + (word_count + 3) // 4, 1, 1), 128, params, raw_stream(device))
-    batch_bytes = 0 if batch == 1 else bias_tiles[0].numel() * bias_tiles.element_size()
-    return Packed(bias_tiles, words, tiles, tiles, batch_bytes)
 
 
 def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) -> dict[str, int]:
@@ -177,6 +134,70 @@ def blocks_for(items: int, key_tiles: int, device: int) -> int:
     return max(blocks, (items + 1) // 2) if STREAM and key_tiles <= 2 else blocks
 
 
+class _Plan(NamedTuple):
+    """What a forward call takes from its sizes alone (layouts: kernels/README.md)."""
+
+    pack: jit.Kernel
+    kernel: jit.Kernel
+    shared_bytes: int
+    bias_bytes: int
+    """Bytes of the bias tiles."""
+    batch_bytes: int
+    """Bytes between the bias tiles of two batch entries; 0 if all share one bias."""
+    bias_blocks: int
+    words: int
+    """Mask words."""
+    pack_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    items: int
+    key_tiles: int
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    shape: torch.Size, batches: int, fp32_bias: bool, masked: bool, save: bool, device: int,
+    tile: ForwardTile, stream: bool,
+) -> _Plan:  # fmt: skip
+    """Plan the calls with q of this shape and ``batches`` biases; tile, stream: variant."""
+    b, o, h, n, d = shape
+    tiles = (n + 2 * TILE - 1) // (2 * TILE) * 2
+    tile_bytes = TILE * TILE * (4 if fp32_bias else 2)
+    defines = forward_defines(d, fp32_bias, masked, save)
+    key_tiles = tiles if tile.group == 1 else (n + TILE - 1) // TILE
+    query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + tile.group - 1) // tile.group
+    items = b * groups * h * query_blocks
+    bias_blocks, words = batches * h * tiles * tiles, b * o * tiles if masked else 0
+    return _Plan(
+        pack=jit.load("tri_attn_pack", {"BIAS_F32": int(fp32_bias)}, device),
+        kernel=jit.load("tri_attn_fwd", defines, device, MAX_SHARED),
+        shared_bytes=forward_shared_bytes(defines, tiles),
+        bias_bytes=bias_blocks * tile_bytes,
+        batch_bytes=0 if batches == 1 else h * tiles * tiles * tile_bytes,
+        bias_blocks=bias_blocks,
+        words=words,
+        pack_sizes=(n, h, o, tiles, tiles, bias_blocks, words),
+        sizes=(o, h, n, d, key_tiles, tiles, tiles, query_blocks, groups, items),
+        items=items,
+        key_tiles=key_tiles,
+    )
+
+
+def _pack(plan: _Plan, bias: Tensor, mask: Tensor | None, stream: int) -> tuple[Tensor, int]:
+    """Write the bias as tiles in fragment order, then the mask as 64-bit words.
+
+    Returns the buffer and the address of the words (0 without a mask).
+    """
+    packed = bias.new_empty(plan.bias_bytes + 8 * plan.words, dtype=torch.uint8)
+    tiles = packed.data_ptr()
+    words = 0 if mask is None else tiles + plan.bias_bytes
+    pointer, strides = (0, (0, 0, 0)) if mask is None else (mask.data_ptr(), mask.stride())
+    params = _PackParams(
+        bias.data_ptr(), tiles, pointer, words, *bias.stride(), *strides, *plan.pack_sizes
+    )
+    plan.pack.launch((plan.bias_blocks + (plan.words + 3) // 4, 1, 1), 128, params, stream)
+    return packed, words
+
+
 def tri_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -186,36 +207,29 @@ def tri_attn_fwd(
     scale: float,
     save_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward kernel; tensors as in kernels/README.md, checked by the caller.
+    """Launch the forward kernels; tensors as in kernels/README.md, checked by the caller.
 
     Returns out [B, O, H, N, D] bf16, lse [B, O, H, N] fp32 (base 2) and the residual of out.
     """
-    device = device_index(q)
-    b, o, h, n, d = q.shape
-    width = head_width(d)
-    defines = forward_defines(d, bias.dtype == torch.float32, mask is not None, save_residual)
-    group = defines["GROUP"]
+    device, shape, masked = device_index(q), q.shape, mask is not None
+    width = head_width(shape[-1])
+    tile = FORWARD_TILES[width, masked]
+    batches = 1 if bias.stride(0) == 0 else bias.shape[0]
+    fp32 = bias.dtype == torch.float32
+    plan = _plan(shape, batches, fp32, masked, save_residual, device, tile, STREAM)
+    stream = raw_stream(device)
     out = empty_output(q)
     residual = empty_output(q) if save_residual else q.new_empty(0)
-    lse = torch.empty((b, o, h, n), dtype=torch.float32, device=q.device)
-    packed = pack_inputs(bias, mask)
+    lse = q.new_empty(shape[:-1], dtype=torch.float32)
+    packed, words = _pack(plan, bias, mask, stream)
     q, k, v = mapped(q), mapped(k), mapped(v)
-    maps = [
-        tma.tensor_map(x, (1, group, 1, rows, width), 2 * width)
-        for x, rows in ((q, QUERIES), (k, TILE), (v, TILE))
-    ]
-    key_tiles = packed.key_tiles if group == 1 else (n + TILE - 1) // TILE
-    query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + group - 1) // group
-    items = b * groups * h * query_blocks
-    words = packed.mask_words
+    rows = ((q, QUERIES), (k, TILE), (v, TILE))
+    maps = [tma.tensor_map(x, (1, tile.group, 1, box, width), 2 * width) for x, box in rows]
     params = _ForwardParams(
-        *maps, packed.bias_tiles.data_ptr(), 0 if words is None else words.data_ptr(),
-        out.data_ptr(), residual.data_ptr() if save_residual else 0, lse.data_ptr(),
-        packed.batch_bytes, o, h, n, d, key_tiles, packed.key_tiles, packed.query_tiles,
-        query_blocks, groups, items, scale,
+        *maps, packed.data_ptr(), words, out.data_ptr(),
+        residual.data_ptr() if save_residual else 0, lse.data_ptr(), plan.batch_bytes, *plan.sizes,
+        scale,
     )  # fmt: skip
-    blocks = blocks_for(items, key_tiles, device)
-    kernel = jit.load("tri_attn_fwd", defines, device, MAX_SHARED)
-    shared = forward_shared_bytes(defines, packed.key_tiles)
-    kernel.launch((blocks, 1, 1), FORWARD_THREADS, params, raw_stream(device), shared)
+    blocks = blocks_for(plan.items, plan.key_tiles, device)
+    plan.kernel.launch((blocks, 1, 1), FORWARD_THREADS, params, stream, plan.shared_bytes)
     return out, lse, residual
