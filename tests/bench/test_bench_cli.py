@@ -1,0 +1,94 @@
+"""``tpf bench`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpf.cli.app import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``tpf bench`` in an empty folder of a machine without GPU: code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["tpf", "bench", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        ([], 2, "name one of attention"),
+        (["speed"], 2, "bench speed: choose from attention"),
+        (["--table", "7"], 2, "--table 7: choose from 2, 6, 8, 9, 12"),
+        (["accuracy", "--table", "8"], 2, "--table 8 belongs to tpf bench attention"),
+        (["--table", "2", "--figure", "4"], 2, "give one of them"),
+        (["attention", "--impls", "cuda,magic"], 2, "--impls magic: no such backend"),
+        (["--table", "12", "--impls", "flex"], 2, "compares only paper"),
+        (["attention", "--crop", "many"], 2, "--crop many: give numbers"),
+        (["attention", "--dim", "65"], 2, "--dim 65: must be 1 to 64"),
+        (["attention", "--device", "tpu"], 2, "--device tpu: choose cuda or cpu"),
+        (["attention", "--layout", "odd"], 2, "--layout odd"),
+        (["accuracy", "--table", "6", "--device", "cpu"], 2, "needs --capture FILE"),
+        (["attention"], 3, "needs an NVIDIA GPU.*--device cpu"),
+        (["accuracy"], 3, "needs an NVIDIA GPU"),
+        (["determinism"], 3, "needs an NVIDIA GPU"),
+        (["memory", "--device", "cpu"], 3, "bench memory needs an NVIDIA GPU"),
+        (["--table", "9"], 3, "bench table-9 needs an NVIDIA GPU"),
+        (["--figure", "9"], 3, "bench figure-9 needs an NVIDIA GPU"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_leaves_nothing(
+    words: list[str], code: int, sentence: str, tmp_path: Path, tpf: Run
+) -> None:
+    got, _, errors = tpf(*words, "--out", "run")
+    assert got == code, errors
+    assert errors.count("\n") == 1 and re.search(sentence, errors), errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_table_2_needs_no_gpu_and_overwrites_nothing(tmp_path: Path, tpf: Run) -> None:
+    code, shown, errors = tpf("--table", "2", "--json", "--out", "run")
+    assert code == 0, errors
+    result = json.loads(shown)
+    assert result == json.loads((tmp_path / "run" / "bench.json").read_text())
+    sizes = {(r["n"], r["tensor"]): r["mean"] for r in result["rows"]}
+    assert sizes[768, "dbias_resident"] == 252 and sizes[1024, "ds"] == 16384
+    assert {"gpu", "driver", "torch", "cuda", "commit", "date", "versions"} <= set(
+        result["environment"]
+    )
+    assert result["command"].startswith("tpf bench --table 2")
+    code, _, errors = tpf("--table", "2", "--out", "run")
+    assert code == 2 and "never overwritten" in errors
+
+
+def test_a_tiny_run_on_the_cpu(tmp_path: Path, tpf: Run) -> None:
+    words = ("--device", "cpu", "--crop", "16", "--dim", "8,16", "--seeds", "2", "--out", "run")
+    code, shown, errors = tpf("accuracy", "--impls", "torch,eager,trifast", *words)
+    assert code == 0, errors
+    assert "Figure 4: sharp inputs, random masks" in shown
+    assert "trifast: not installed (pip install trifast)" in shown
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "<svg" in report and "<script" not in report
+    rows = json.loads((tmp_path / "run" / "bench.json").read_text())["rows"]
+    assert {r["dim"] for r in rows if "dim" in r} == {8, 16}
+    assert torch.tensor([r["mean"] for r in rows if "mean" in r]).isfinite().all()

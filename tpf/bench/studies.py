@@ -1,0 +1,133 @@
+"""Every study by operator, table and figure of the paper, with its default settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tpf.bench import (
+    ablation,
+    accuracy,
+    attention,
+    backends,
+    captured,
+    determinism,
+    memory,
+    residual,
+    workspace,
+)
+from tpf.bench.cases import PAPER_SHAPES, Settings, Shape
+from tpf.bench.record import Record
+from tpf.errors import HardwareError, UsageError
+
+TINY_SHAPES = (Shape(24, 16),)
+"""Default shapes without a GPU."""
+TINY_SEEDS = 3
+ALL = tuple(backends.BACKENDS)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One experiment: what runs it, on what, and with which backends by default."""
+
+    name: str
+    run: Callable[[Settings, Record], None]
+    shapes: tuple[Shape, ...] = PAPER_SHAPES
+    impls: tuple[str, ...] = ALL
+    seeds: int = 10
+    device: Literal["none", "any", "gpu", "hopper"] = "any"
+    only: tuple[str, ...] = ALL
+    """Backends that the study can compare."""
+
+
+ATTENTION = Study("attention", attention.table_8)
+ACCURACY = Study("accuracy", accuracy.figure_4)
+DETERMINISM = Study("determinism", determinism.figure_10, seeds=100)
+MEMORY = Study("memory", memory.memory, (Shape(768, 32),), device="gpu")
+
+OPERATIONS: Mapping[str, Study] = {s.name: s for s in (ATTENTION, ACCURACY, DETERMINISM, MEMORY)}
+SIZED = tuple(Shape(n, 32) for n in (384, 640, 768, 1024))
+TABLES: Mapping[int, tuple[str, Study]] = {
+    2: ("memory", Study("table-2", workspace.table_2, SIZED, device="none")),
+    6: ("accuracy", Study("table-6", captured.table_6)),
+    8: ("attention", ATTENTION),
+    9: ("attention", Study(
+        "table-9", ablation.table_9, ablation.TABLE_9_SHAPES, ("cuda",), device="hopper",
+        only=("cuda",),
+    )),
+    12: ("attention", Study(
+        "table-12", ablation.table_12, ablation.TABLE_12_SHAPES, ("paper",), device="hopper",
+        only=("paper",),
+    )),
+}  # fmt: skip
+FIGURES: Mapping[int, tuple[str, Study]] = {
+    4: ("accuracy", ACCURACY),
+    9: ("accuracy", Study(
+        "figure-9", residual.figure_9, impls=("cuda", "paper"), only=("cuda", "paper", "torch")
+    )),
+    10: ("determinism", DETERMINISM),
+}  # fmt: skip
+
+
+def choose(operation: str | None, table: int | None, figure: int | None) -> Study:
+    """Return the study that OP, --table or --figure names; raise ``UsageError`` otherwise."""
+    if operation is not None and operation not in OPERATIONS:
+        raise UsageError(f"bench {operation}: choose from {', '.join(OPERATIONS)}")
+    if table is not None and figure is not None:
+        raise UsageError(f"--table {table} and --figure {figure}: give one of them")
+    for flag, number, known in (("table", table, TABLES), ("figure", figure, FIGURES)):
+        if number is None:
+            continue
+        if number not in known:
+            raise UsageError(f"--{flag} {number}: choose from {', '.join(map(str, known))}")
+        owner, study = known[number]
+        if operation not in (None, owner):
+            raise UsageError(f"--{flag} {number} belongs to tpf bench {owner}, not {operation}")
+        return study
+    if operation is None:
+        raise UsageError(f"bench: name one of {', '.join(OPERATIONS)}, --table or --figure")
+    return OPERATIONS[operation]
+
+
+def check_device(study: Study, device: torch.device) -> None:
+    """Raise ``HardwareError`` if the study cannot run on the device."""
+    name = f"bench {study.name}"
+    if study.device == "none":
+        return
+    if device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if study.device == "hopper" and found != (9, 0):
+            raise HardwareError(f"{name} needs a GPU of compute capability (9, 0), this is {found}")
+        return
+    if study.device in ("gpu", "hopper"):
+        raise HardwareError(f"{name} needs an NVIDIA GPU, and none is visible or chosen")
+    if device.type == "cuda":
+        raise HardwareError(
+            f"{name} needs an NVIDIA GPU, none is visible; --device cpu tries the PyTorch backends "
+            "on tiny shapes, and --table 2 needs no GPU"
+        )
+
+
+def check_impls(study: Study, names: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` for a name that is no backend or not one of this study."""
+    backends.check_names(names)
+    for name in names:
+        if name not in study.only:
+            raise UsageError(
+                f"--impls {name}: bench {study.name} compares only {', '.join(study.only)}"
+            )
+
+
+def default_shapes(
+    study: Study, device: torch.device, crops: tuple[int, ...], dims: tuple[int, ...]
+) -> tuple[Shape, ...]:
+    """Return the study's shapes; crops and dims given replace its own, in all combinations."""
+    own = TINY_SHAPES if device.type == "cpu" and study.device != "none" else study.shapes
+    if not crops and not dims:
+        return own
+    crops = crops or tuple(dict.fromkeys(shape.n for shape in own))
+    dims = dims or tuple(dict.fromkeys(shape.dim for shape in own))
+    return tuple(Shape(n, dim) for dim in dims for n in crops)

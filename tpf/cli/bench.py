@@ -1,0 +1,155 @@
+"""``tpf bench``."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tpf.errors import TpfError, UsageError
+
+if TYPE_CHECKING:
+    from tpf.bench.cases import Settings
+    from tpf.bench.record import Record
+    from tpf.bench.studies import Study
+
+RUNS = Path("runs")
+MAX_HEAD_DIM = 64
+WIDTH = 140
+"""Columns of the tables when standard output is no terminal."""
+
+
+def bench(
+    operation: Annotated[
+        str | None,
+        typer.Argument(metavar="[OP]", help="attention, accuracy, determinism or memory."),
+    ] = None,
+    impls: Annotated[
+        str | None, typer.Option(help="Backends, as cuda,flex,trifast [default: all]")
+    ] = None,
+    crop: Annotated[
+        str | None, typer.Option(help="Tokens, as 384,640,768 [default: those of the paper]")
+    ] = None,
+    dim: Annotated[str | None, typer.Option(help="Head widths, as 16,32.")] = None,
+    table: Annotated[int | None, typer.Option(help="Table of the paper: 2, 6, 8, 9, 12.")] = None,
+    figure: Annotated[int | None, typer.Option(help="Figure of the paper: 4, 9, 10.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Random inputs a shape [default: 10; figure 10: 100]"),
+    ] = None,
+    reps: Annotated[int, typer.Option(min=1, help="Timed repetitions of a call.")] = 20,
+    layout: Annotated[
+        str, typer.Option(help="Memory order of q, k, v: projection [O, N, H, D] or heads.")
+    ] = "projection",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for tiny shapes.")] = "cuda",
+    capture: Annotated[
+        Path | None, typer.Option(help="Captured calls for table 6 (safetensors).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write [default: runs/<date>-bench-<study>]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result file.")] = False,
+) -> None:
+    """Compare backends side by side: speed, accuracy, determinism, memory of the kernels."""
+    from tpf.bench import studies
+    from tpf.bench.record import Record
+
+    study = studies.choose(operation, table, figure)
+    settings = _settings(study, impls, crop, dim, device, layout)
+    settings = dataclasses.replace(
+        settings, seeds=seeds or settings.seeds, reps=reps, capture=capture
+    )
+    shown = {"study": study.name, "seeds": settings.seeds, "reps": reps}
+    record = Record(shlex.join(["tpf", *sys.argv[1:]]), shown)
+    record.open(out or _new_folder(study.name))
+    try:
+        study.run(settings, record)
+    except UsageError:
+        record.discard()
+        raise
+    finally:
+        record.save()
+        record.report(f"Benchmark: {study.name}")
+    _show(record, as_json)
+    if record.failures:
+        raise TpfError("; ".join(record.failures))
+
+
+def _settings(
+    study: Study, impls: str | None, crop: str | None, dim: str | None, device: str, layout: str
+) -> Settings:
+    """Return the settings that the options name; raise ``TpfError`` for what cannot be run."""
+    import torch
+
+    from tpf.bench import studies
+    from tpf.bench.cases import Layout, Settings
+
+    if device not in ("cuda", "cpu"):
+        raise UsageError(f"--device {device}: choose cuda or cpu")
+    order: Layout = "projection" if layout == "projection" else "heads"
+    if order != layout:
+        raise UsageError(f"--layout {layout}: choose projection or heads")
+    names = tuple(impls.split(",")) if impls else study.impls
+    studies.check_impls(study, names)
+    crops, dims = _numbers("--crop", crop), _numbers("--dim", dim, MAX_HEAD_DIM)
+    chosen = torch.device(device)
+    studies.check_device(study, chosen)
+    shapes = studies.default_shapes(study, chosen, crops, dims)
+    seeds = studies.TINY_SEEDS if device == "cpu" else study.seeds
+    return Settings(names, shapes, chosen, seeds, layout=order, say=_progress)
+
+
+def _numbers(flag: str, text: str | None, most: int | None = None) -> tuple[int, ...]:
+    """Return the integers of a comma-separated list."""
+    try:
+        numbers = tuple(int(word) for word in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"{flag} {text}: give numbers separated by commas") from None
+    for number in numbers:
+        if number < 1 or (most is not None and number > most):
+            raise UsageError(f"{flag} {number}: must be {f'1 to {most}' if most else 'at least 1'}")
+    return numbers
+
+
+def _progress(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _new_folder(name: str) -> Path:
+    stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-bench-{name}"
+    folder, copy = RUNS / stem, 2
+    while folder.exists():
+        folder, copy = RUNS / f"{stem}-{copy}", copy + 1
+    return folder
+
+
+def _show(record: Record, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(record.document()))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from tpf.report.html import text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for found in record.tables:
+        shown = Table(title=found.title, caption=found.note or None)
+        for k, name in enumerate(found.header):
+            shown.add_column(
+                name, justify="left" if k < found.text_columns else "right", no_wrap=True
+            )
+        for row in found.rows:
+            shown.add_row(*map(text, row))
+        console.print(shown)
+    for note in record.notes:
+        console.print(note, markup=False)
+    console.print(f"written to {record.folder} (open report.html there)")
