@@ -1,6 +1,6 @@
 """Check the triangle attention kernels against FP64 and time them beside flex_attention.
 
-    python benchmarks/attention_check.py [--build] [--check] [--time] [--backward] [--flex]
+    python benchmarks/attention_check.py [--build] [--check] [--large] [--time] [--backward] [--flex]
         [--no-stream] [--shapes NxD,...] [--json PATH]
 
 Runs on one Hopper GPU (--build needs none); prints a table last. Inputs lie inside larger buffers
@@ -140,6 +140,42 @@ def check_case(case: Case, backward: bool) -> dict[str, float]:
         again = library.tri_attn_bwd(dout, q, k, v, bias, mask, *saved, "cuda")
         if not all(torch.equal(x, y) for x, y in zip(grads, again, strict=True)):
             errors["repeat"] += 2.0
+    return errors
+
+
+def check_large(batch: int = 3, n: int = 2048) -> dict[str, float]:
+    """Return the errors at N = 2048, D = 32, where byte offsets pass 2^31, on sampled parts.
+
+    out, dq, dk, dv of the first and the last slice; dbias of four query rows, over all slices.
+    """
+    case = Case(n, 32, n, batch, 4, layout="end")
+    q, k, v, bias, _ = make(case)
+    dout, scale = heads(case), 1 / math.sqrt(case.d)
+    saved = library.tri_attn_fwd(q, k, v, bias, None, scale, True, "cuda")
+    grads = library.tri_attn_bwd(dout, q, k, v, bias, None, scale, *saved, "cuda")
+    errors: dict[str, float] = {}
+    for b, o in ((0, 0), (batch - 1, n - 1)):
+        part = [x[b : b + 1, o : o + 1].double() for x in (q, k, v)]
+        pair = bias[b : b + 1].double()
+        out, lse, none = reference.attention_forward(*part, pair, None, scale, False)
+        wide = dout[b : b + 1, o : o + 1].double()
+        want = reference.attention_backward(wide, *part, pair, None, scale, out, lse, none)
+        pairs = {"out": (saved[0][b, o], out[0, 0])}
+        for name, grad, right in zip(("dq", "dk", "dv"), grads[:3], want[:3], strict=True):
+            pairs[name] = (grad[b, o], right[0, 0])
+        for name, (found, right) in pairs.items():
+            errors[name] = max(errors.get(name, 0.0), relative(found, right))
+    rows = [0, 63, n // 2 + 1, n - 1]
+    for b in (0, batch - 1):
+        total = torch.zeros(case.h, len(rows), n, dtype=torch.float64, device="cuda")
+        for first in range(0, n, 64):
+            use = slice(first, first + 64)
+            rq, rd = (x[b, use, :, rows].double() for x in (q, dout))
+            ks, vs = k[b, use].double(), v[b, use].double()
+            s = scale * rq @ ks.mT + bias[b, :, rows].double()
+            p, dp = s.softmax(-1), rd @ vs.mT
+            total += (p * (dp - (p * dp).sum(-1, keepdim=True))).sum(0)
+        errors["dbias"] = max(errors.get("dbias", 0.0), relative(grads[3][b][:, rows], total))
     return errors
 
 
@@ -283,7 +319,7 @@ def time_shape(n: int, d: int, backward: bool, flex: bool) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--no-stream", action="store_true", help="run tri_attn with STREAM off")
-    for flag in ("build", "check", "time", "backward", "flex"):
+    for flag in ("build", "check", "large", "time", "backward", "flex"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--shapes", default=",".join(f"{n}x{d}" for n, d in TIMED))
     parser.add_argument("--json", type=Path)
@@ -293,7 +329,7 @@ def main() -> int:
         start = time.perf_counter()
         count = build_all(args.backward)
         print(f"built {count} kernels in {time.perf_counter() - start:.0f} s", flush=True)
-        if not (args.check or args.time):
+        if not (args.check or args.large or args.time):
             return 0
     torch.manual_seed(0)
     record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -305,6 +341,10 @@ def main() -> int:
         print(f"check: {len(cases())} cases, {failures} failures, "
               f"{time.perf_counter() - start:.0f} s; worst",
               {k: f"{v:.3g}" for k, v in worst.items()}, flush=True)  # fmt: skip
+    if args.large:
+        errors = record["large"] = check_large()
+        failures += any(not e <= LIMITS[name] for name, e in errors.items())
+        print("N=2048:", {k: f"{v:.3g}" for k, v in errors.items()}, flush=True)
     if args.time:
         record["ms"] = {}
         for shape in args.shapes.split(","):
