@@ -1,9 +1,10 @@
 """Check and time the backward of triangle attention on one Hopper GPU.
 
-Usage: python benchmarks/attention_bwd_check.py [--tiny] [--no-shapes] [--variants] [--paper]
-[--flex] [--json FILE]. Gradients are compared with FP64 on the same inputs (relative L2 error in
-percent), repeated calls must agree bitwise, and each kernel is timed by events. --variants times
-other tunings of the main kernels, --paper the paper's algorithm, --flex compiled flex_attention.
+Usage: python benchmarks/attention_bwd_check.py [--tiny] [--no-shapes] [--passes 2 3] [--variants]
+[--paper] [--flex] [--json FILE]. Gradients are compared with FP64 on the same inputs (relative L2
+error in percent), repeated calls must agree bitwise, and each kernel is timed by events. --passes
+lists the numbers of passes to run, --variants times other tunings of the main kernels, --paper the
+paper's algorithm, --flex compiled flex_attention.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def poison() -> None:
         del blocks
 
 
-def check_shapes(results: dict, tiny: bool, backward: Callable = tri_attn_bwd) -> None:
+def check_shapes(results: dict, tiny: bool, backward: Callable, name: str) -> None:
+    """Compare small and usual shapes with FP64; name tells the algorithm."""
     cases = [(1, 2, 1, 1, 8, {}), (1, 3, 2, 65, 32, {"mask": True})]
     if not tiny:
         sizes = (7, 16, 63, 64, 127, 128, 129, 200, 257)
@@ -136,6 +138,7 @@ def check_shapes(results: dict, tiny: bool, backward: Callable = tri_attn_bwd) -
                 flags = {"mask": i % 2 == 0, "wide": i % 3 == 0, "end": i % 3 == 1}
                 cases.append((1 + i % 2, 5, 2, n, d, flags))
         cases += [(1, 4, 3, 100, d, {"mask": True}) for d in (1, 5, 8, 24, 40, 48)]
+        cases += [(2, 37, 2, 300, d, {"mask": True}) for d in (16, 32, 64)]
         for d in (16, 32):
             for sharp in (1.0, 3.0):
                 cases.append((1, 384, 4, 384, d, {"sharp": sharp}))
@@ -154,19 +157,19 @@ def check_shapes(results: dict, tiny: bool, backward: Callable = tri_attn_bwd) -
         if bad or n >= 384 or tiny:
             print("BAD" if bad else "ok ", (b, o, h, n, d), flags, [f"{e:.4f}" for e in found],
                   "" if same else "NOT REPEATABLE", flush=True)  # fmt: skip
-        results[f"{backward.__name__} error {(b, o, h, n, d)} {flags}"] = found
-    print(f"{backward.__name__}: {len(cases)} shapes, worst %:", [f"{e:.4f}" for e in worst],
+        results[f"{name} error {(b, o, h, n, d)} {flags}"] = found
+    print(f"{name}: {len(cases)} shapes, worst %:", [f"{e:.4f}" for e in worst],
           flush=True)  # fmt: skip
 
 
 def time_variants(results: dict) -> None:
-    """Time other tunings of the dK, dV and dQ kernels at N = 768."""
+    """Time tunings (slices, split, ahead) of the kernels of two passes at N = 768."""
     tuning = plans.Tuning
     choices = {
-        (plans.KV, 32): [(2, False), (2, False, True), (1, False), (1, True), (1, True, True)],
-        (plans.Q, 32): [(2, True), (2, True, True), (2, False), (2, False, True), (1, True)],
-        (plans.KV, 16): [(2, False), (2, False, True), (2, True), (2, True, True)],
-        (plans.Q, 16): [(4, True), (4, True, True), (4, False), (4, False, True), (2, True)],
+        (plans.KV, 32): [(2, False, True), (2, False), (1, False), (1, True)],
+        (plans.Q_BIAS, 32): [(4, False), (4, True), (2, False, True), (2, True, True)],
+        (plans.KV, 16): [(2, False, True), (2, False), (2, True, True), (4, False, True)],
+        (plans.Q_BIAS, 16): [(4, False, True), (4, False), (4, True), (2, True, True)],
     }
     inputs = {d: make_inputs(1, 768, 4, 768, d) for d in (16, 32)}
     for (kernel, d), options in choices.items():
@@ -181,10 +184,11 @@ def time_variants(results: dict) -> None:
                 plans.TUNING[kernel, d] = usual
                 plans.plan.cache_clear()
             results[f"variant {kernel} D={d} {option}"] = ms
-            print(f"{kernel} D={d} slices, split, turns {option}: {ms:.3f}", flush=True)
+            print(f"{kernel} D={d} slices, split, ahead {option}: {ms:.3f}", flush=True)
 
 
-def time_shapes(results: dict, backward: Callable) -> None:
+def time_shapes(results: dict, backward: Callable, name: str) -> None:
+    """Time whole calls and their kernels; name tells the algorithm."""
     for d in (32, 16):
         for n in (384, 640, 768):
             inputs = make_inputs(1, n, 4, n, d)
@@ -195,9 +199,9 @@ def time_shapes(results: dict, backward: Callable) -> None:
             before = torch.cuda.memory_allocated()
             call()
             row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            results[f"{backward.__name__} time D={d} N={n}"] = row
+            results[f"{name} time D={d} N={n}"] = row
             shown = {k.replace("tri_attn_", ""): round(v, 3) for k, v in row.items()}
-            print(f"{backward.__name__} D={d} N={n}", shown, flush=True)
+            print(f"{name} D={d} N={n}", shown, flush=True)
 
 
 def time_flex(results: dict) -> None:
@@ -227,25 +231,37 @@ def host_us(repeats: int = 200) -> float:
     return spent / repeats * 1e6
 
 
+def run_passes(results: dict, passes: int, args: argparse.Namespace) -> None:
+    """Check and time the backward with that many passes."""
+    plans.PASSES = passes
+    plans.plan.cache_clear()
+    name = f"{passes} passes"
+    print(f"--- {name}", flush=True)
+    if not args.no_shapes:
+        check_shapes(results, args.tiny, tri_attn_bwd, name)
+    if not args.tiny:
+        time_shapes(results, tri_attn_bwd, name)
+        results[f"{name} host us"] = us = host_us()
+        print(f"{name} host time of a call: {us:.0f} us", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in ("tiny", "no-shapes", "variants", "paper", "flex"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--passes", type=int, nargs="+", choices=(2, 3), default=[2])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict = {"gpu": torch.cuda.get_device_name()}
-    if not args.no_shapes:
-        check_shapes(results, args.tiny)
-    if not args.tiny:
-        time_shapes(results, tri_attn_bwd)
-        results["host us"] = host_us()
-        print(f"host time of a call: {results['host us']:.0f} us", flush=True)
+    for passes in sorted(args.passes, reverse=True):  # ends with the usual two
+        run_passes(results, passes, args)
     if args.variants:
+        plans.PASSES = 2
         time_variants(results)
     if args.paper:
-        check_shapes(results, args.tiny, tri_attn_bwd_paper)
+        check_shapes(results, args.tiny, tri_attn_bwd_paper, "paper")
         if not args.tiny:
-            time_shapes(results, tri_attn_bwd_paper)
+            time_shapes(results, tri_attn_bwd_paper, "paper")
     if args.flex:
         time_flex(results)
     if args.json:

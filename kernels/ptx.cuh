@@ -446,3 +446,42 @@ DEV void wgmma_rs(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int acc
         "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(TransB));
 }
+
+// n = 8: the narrowest product, for sums that ride along with a wide one.
+template <int TransA, int TransB>
+DEV void wgmma_ss(float (&d)[4], u64 a, u64 b, int accumulate) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0;"
+               "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
+               "%4, %5, p, 1, 1, %7, %8;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB));
+}
+template <int TransB>
+DEV void wgmma_rs(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %9, 0;"
+               "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
+               "{%4, %5, %6, %7}, %8, p, 1, 1, %10;}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(TransB));
+}
+
+// ------------------------------------------------------------------------------ small things
+
+DEV float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV void sts16(u32 addr, u16 v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(addr), "h"(v) : "memory");
+}
+DEV void sts32f(u32 addr, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
+// One thread tells the other blocks that its block is done; returns how many were done before.
+DEV u32 take_ticket(u32* counter) {
+  __threadfence();
+  const u32 before = atomicAdd(counter, 1u);
+  __threadfence();
+  return before;
+}

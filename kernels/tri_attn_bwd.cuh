@@ -14,7 +14,7 @@
 #include "tile.cuh"
 
 constexpr int kD = TPF_D;                  // padded head width
-constexpr bool kWideBias = TPF_WIDE_BIAS;  // bias fragments in fp32 (else bf16)
+constexpr bool kWideBias = TPF_WIDE_BIAS;  // bias fragments in fp32, times log2(e) (else bf16)
 constexpr int kTile = 64;
 constexpr int kRowBytes = 2 * kD;
 using Operand = Tile<kRowBytes>;
@@ -27,8 +27,9 @@ static_assert(kD == 16 || kD == 32 || kD == 64, "head width is padded to 16, 32 
 // First of the four consecutive elements, in fragment order, that hold accumulator registers
 // 4i .. 4i + 3 of a thread: a thread reads 16 bytes at a time (two such groups of bf16, one of
 // fp32).
+template <bool kWide = kWideBias>
 DEV int fragment_index(int i, int thread) {
-  return kWideBias ? (i * 128 + thread) * 4 : ((i / 2) * 128 + thread) * 8 + i % 2 * 4;
+  return kWide ? (i * 128 + thread) * 4 : ((i / 2) * 128 + thread) * 8 + i % 2 * 4;
 }
 
 // bf16 bits of the fold value that makes every score of a row or key vanish: exp2(-huge) = 0.

@@ -10,13 +10,16 @@
 #include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
-constexpr bool kTakeTurns = TPF_TURNS;  // warpgroups compute exponentials in turn
+constexpr bool kAhead = TPF_AHEAD;  // S of the next step under the exponentials of this one
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
-constexpr int kResidentSlice = 2 * kConsumers * kOperandBytes;
+constexpr int kResidentSlice = kConsumers * kSliceBytes;
 constexpr int kResidentBytes = kG * kResidentSlice;
-constexpr int kBarriers = kStages * kStageBytes + 2 * kResidentBytes;
+constexpr int kBuffers = kAhead ? 2 : 1;  // score tiles
+constexpr int kOnes = kStages * kStageBytes + 2 * kResidentBytes;
+constexpr int kZeros = kOnes + kFoldBytes;
+constexpr int kBarriers = kZeros + kFoldBytes;
 constexpr int kSmemBytes = kBarriers + 16 * (kStages + 2) + 1024;
 static_assert(kStages >= (kG == 1 ? 3 : 2), "a stage is held until the step after its last");
 static_assert(kSmemBytes <= 232448, "shared memory of one block");
@@ -29,8 +32,9 @@ struct Barriers {
   __device__ u32 resident_empty(int i) const { return base + 8 * (2 * kStages + 2 + i); }
 };
 
+// K (0), V (1) or key fold (2) of a warpgroup.
 DEV u32 resident_tile(u32 resident, int slice, int which, int warpgroup) {
-  return resident + slice * kResidentSlice + (which * kConsumers + warpgroup) * kOperandBytes;
+  return resident + slice * kResidentSlice + warpgroup * kSliceBytes + which * kOperandBytes;
 }
 
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
@@ -44,12 +48,16 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
     mbar_expect(bars.resident_full(slot.index), kResidentBytes);
     for (int g = 0; g < kG; ++g) {
       const int slice = j.group * kG + g;
+      const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
       for (int w = 0; w < kConsumers; ++w) {
-        const int key = (j.block * kConsumers + w) * kTile;
+        const int tile = j.block * kConsumers + w, key = tile * kTile;
         tma_load(resident_tile(resident, g, 0, w), &p.k, bars.resident_full(slot.index), 0, key,
                  j.head, slice, j.batch);
         tma_load(resident_tile(resident, g, 1, w), &p.v, bars.resident_full(slot.index), 0, key,
                  j.head, slice, j.batch);
+        bulk_load(resident_tile(resident, g, 2, w),
+                  p.key_fold + key_fold_index(p, j.batch, inside, tile) * 16, kFoldBytes,
+                  bars.resident_full(slot.index));
       }
     }
     slot.advance();
@@ -65,7 +73,7 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
                   kBiasBytes, full);
       for (int g = 0; g < kG; ++g, to += kSliceBytes) {
         const int slice = j.group * kG + g;
-        const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
+        const int inside = min(slice, p.outer - 1);
         tma_load(to, &p.q, full, 0, tile * kTile, j.head, slice, j.batch);
         tma_load(to + kOperandBytes, &p.dout, full, 0, tile * kTile, j.head, slice, j.batch);
         bulk_load(to + 2 * kOperandBytes,
@@ -90,37 +98,26 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
   Ring<kStages> ring;
   Ring<2> slot;
   const int query_tiles = (p.tokens + kTile - 1) / kTile;
-  const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
-  const u32 ones = key_fold_dp(quad);
-  const u32 fold_dp[2] = {ones, ones};
-  if constexpr (kTakeTurns) {
-    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);
-  }
+  const u64 fold_dp = fold_operand(smem + kOnes, smem + kZeros);
+  const u32 never = static_cast<u32>(p.tokens) >> 31;  // 0, but the compiler cannot know
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Job j = decode_job(p, job);
     const int key_tile = j.block * kConsumers + warpgroup;
     const u32 resident = smem + kStages * kStageBytes + slot.index * kResidentBytes;
     float dk[kG][kPairs], dv[kG][kPairs];
-    u32 fold_s[kG][2];
-#pragma unroll
-    for (int g = 0; g < kG; ++g) {
-      const int inside = min(j.group * kG + g, p.outer - 1);
-      const unsigned char* fold =
-          p.key_fold + (key_fold_index(p, j.batch, inside, key_tile) + row) * 16 + 12;
-      fold_s[g][0] = key_fold_s(quad, *reinterpret_cast<const u32*>(fold));
-      fold_s[g][1] = key_fold_s(quad, *reinterpret_cast<const u32*>(fold + 8 * 16));
-    }
     const u64 keys = Operand::desc(resident_tile(resident, 0, 0, warpgroup));
+    const u64 fold_s = fold_operand(resident_tile(resident, 0, 2, warpgroup), smem + kZeros);
     mbar_wait(bars.resident_full(slot.index), slot.parity);
     // Step i = (query tile, slice). While it computes exponentials of S(i), the tensor cores work
-    // on S(i + 1), dP(i) and the products with P and dS of step i - 1 (at first zeros).
-    float s[2][32], dp[32];
+    // on dP(i) and the products with P and dS of step i - 1 (at first zeros). S(i + 1) comes with
+    // them (kAhead) or, as soon as P is consumed, under the rounding of dS.
+    float s[kBuffers][32], dp[32];
     u32 probability[16] = {}, gradient[16] = {}, rest[16] = {};
     mbar_wait(bars.stage_full(ring.index), ring.parity);
     u32 stage = smem + ring.index * kStageBytes;
     u64 q = slice_descriptor(stage, 0), last_q = q;
     wgmma_fence();
-    product_with_fold(s[0], keys, q, fold_s[0], slice_fold(stage, 0));
+    product_with_fold(s[0], keys, q, fold_s, slice_fold(stage, 0));
     wgmma_commit();
     wgmma_wait<0>();
     for (int tile = 0; tile < query_tiles; ++tile) {
@@ -133,47 +130,62 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
         const int before = (g + kG - 1) % kG, after = (g + 1) % kG;
-        float (&now)[32] = s[kG == 1 ? 0 : g % 2];
-        float (&then)[32] = s[kG == 1 ? 1 : (g + 1) % 2];
-        if (after == 0) {
+        float (&now)[32] = s[kG == 1 ? 0 : g % kBuffers];
+        float (&then)[32] = s[(kG == 1 ? 1 : g + 1) % kBuffers];
+        const auto await_stage = [&] {
+          if (after != 0) return;
           ring.advance();
-          if (tile + 1 < query_tiles) {
-            mbar_wait(bars.stage_full(ring.index), ring.parity);
-            next_stage = smem + ring.index * kStageBytes;
-          }
-        }
-        const u32 then_stage = after == 0 ? next_stage : stage;
-        const u64 then_q = slice_descriptor(then_stage, after);
-        const u64 v = further(keys, g * kResidentSlice + kConsumers * kOperandBytes);
+          if (tile + 1 == query_tiles) return;
+          mbar_wait(bars.stage_full(ring.index), ring.parity);
+          next_stage = smem + ring.index * kStageBytes;
+        };
+        const auto next_scores = [&] {
+          const u32 then_stage = after == 0 ? next_stage : stage;
+          product_with_fold(then, further(keys, after * kResidentSlice),
+                            slice_descriptor(then_stage, after),
+                            further_operand(fold_s, after * kResidentSlice),
+                            slice_fold(then_stage, after));
+        };
+        if constexpr (kAhead) await_stage();
         wgmma_fence();
-        product_with_fold(dp, v, further(q, kOperandBytes), fold_dp, slice_fold(stage, g));
+        product_with_fold(dp, further(keys, g * kResidentSlice + kOperandBytes),
+                          further(q, kOperandBytes), fold_dp, slice_fold(stage, g));
         accumulate_tokens(dv[before], probability, further(last_q, kOperandBytes), tile);
         accumulate_tokens(dk[before], gradient, last_q, tile);
         if constexpr (kSplit) accumulate_tokens(dk[before], rest, last_q, 1);
-        product_with_fold(then, further(keys, after * kResidentSlice), then_q, fold_s[after],
-                          slice_fold(then_stage, after));
+        if constexpr (kAhead) next_scores();
         wgmma_commit();
-        if constexpr (kTakeTurns) named_sync(4 + warpgroup, 128 * kConsumers);
         exponentials(now, bias, p.scale2);
         keep_order(now, full, parity);
-        if constexpr (kTakeTurns) named_arrive(5 - warpgroup, 128 * kConsumers);
         wgmma_wait<0>();
         if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float x = now[2 * i] * dp[2 * i], y = now[2 * i + 1] * dp[2 * i + 1];
-          probability[i] = pack_bf16(now[2 * i], now[2 * i + 1]);
-          if constexpr (kSplit)
-            split_bf16(x, y, gradient[i], rest[i]);
-          else
-            gradient[i] = pack_bf16(x, y);
+        for (int i = 0; i < 16; ++i) probability[i] = pack_bf16(now[2 * i], now[2 * i + 1]);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dp[i] *= now[i];
+        if constexpr (!kAhead) {
+          await_stage();
+          wgmma_fence();
+          next_scores();
+          wgmma_commit();
         }
-        if constexpr (kG == 1) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if constexpr (kSplit)
+            split_bf16(dp[2 * i], dp[2 * i + 1], gradient[i], rest[i]);
+          else
+            gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
+        }
+        if constexpr (!kAhead) {
+          keep_words(kSplit ? rest : gradient, never, full, parity);
+          wgmma_wait<0>();
+        }
+        if constexpr (kAhead && kG == 1) {
 #pragma unroll
           for (int i = 0; i < 32; ++i) now[i] = then[i];
         }
         last_q = q;
-        q = then_q;
+        q = slice_descriptor(after == 0 ? next_stage : stage, after);
       }
       stage = next_stage;
     }
@@ -206,9 +218,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     slot.advance();
   }
   if (thread == 0) bulk_wait<0>();
-  if constexpr (kTakeTurns) {
-    if (warpgroup == 0) named_sync(4, 128 * kConsumers);
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -216,6 +225,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char smem[];
   const u32 base = (smem_u32(smem) + 1023) & ~1023u;
   const Barriers bars{base + kBarriers};
+  if (threadIdx.x < kTile) {
+    write_ones_row(base + kOnes + threadIdx.x * 16);
+    write_zero_row(base + kZeros + threadIdx.x * 16);
+  }
+  fence_async_shared();  // wgmma reads them through the async proxy
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bars.stage_full(i), 1);

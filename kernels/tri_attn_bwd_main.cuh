@@ -17,6 +17,7 @@ struct Params {
   const unsigned char* bias_st;  // [B, H, tiles(k), tiles(q), 4096] fragments, rows = keys
   float* dbias_partial;          // partial sums of dbias, in fragment order
   float* dq_sum;                 // paper, atomic dQ: [B, O, H, N, kD]
+  const int* order;              // items of the blocks of tri_attn_bwd_q_bias
   int tokens, tiles, blocks;     // N; 64-token tiles (even); 128-token blocks
   int heads, outer, batch;
   int groups, group;      // slices [i * group, i * group + group) form group i
@@ -78,6 +79,18 @@ DEV u64 fold_descriptor(u32 address) {
   return (static_cast<u64>(128 / 16) << 32) | ((address & 0x3FFFF) >> 4);
 }
 
+// Descriptor of 64 fold rows as the A operand: the upper half of the k16 step reads a tile of
+// zeros, which lies anywhere behind it.
+DEV u64 fold_operand(u32 address, u32 zeros) {
+  return fold_descriptor(address) | (static_cast<u64>((zeros - address) >> 4) << 16);
+}
+
+// The fold operand `bytes` further on: so much nearer to the zeros.
+DEV u64 further_operand(u64 descriptor, int bytes) {
+  const u64 steps = bytes / 16;
+  return descriptor + steps - (steps << 16);
+}
+
 // Fragments of the key folds as the A operand: pair (2t, 2t + 1) of the eight channels, t = lane
 // % 4.
 DEV u32 key_fold_s(int t, u32 mask_word) {
@@ -91,6 +104,14 @@ DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, const u32* fold_a, u6
   for (int step = 0; step < kD / 16; ++step)
     wgmma_ss<0, 0>(acc, a + step * Operand::STEP_COLS, b + step * Operand::STEP_COLS, step > 0);
   wgmma_rs<0>(acc, fold_a[0], fold_a[1], 0, 0, fold_b, 1);
+}
+
+// The same with the fold of A in shared memory.
+DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, u64 fold_a, u64 fold_b) {
+#pragma unroll
+  for (int step = 0; step < kD / 16; ++step)
+    wgmma_ss<0, 0>(acc, a + step * Operand::STEP_COLS, b + step * Operand::STEP_COLS, step > 0);
+  wgmma_ss<0, 0>(acc, fold_a, fold_b, 1);
 }
 
 // acc[64 x kD] += A[64 x 64 tokens] . B[64 tokens x kD], A from registers.
@@ -122,6 +143,7 @@ DEV void release(u32 barrier, int thread) {
 DEV void write_ones_row(u32 address) {
   sts128(address, make_uint4(0u, 0x3F800000u, 0x3F803F80u, 0u));
 }
+DEV void write_zero_row(u32 address) { sts128(address, make_uint4(0u, 0u, 0u, 0u)); }
 
 // Split two floats into bf16 pairs with high + low equal to them within 2^-17.
 DEV void split_bf16(float x, float y, u32& high, u32& low) {
@@ -135,7 +157,7 @@ DEV void split_bf16(float x, float y, u32& high, u32& low) {
 DEV void keep_order(const float (&s)[32], u32 barrier, u32 parity) {
   u32 signs = 0;
 #pragma unroll
-  for (int i = 3; i < 32; i += 4) signs |= __float_as_uint(s[i]);
+  for (int i = 0; i < 32; ++i) signs |= __float_as_uint(s[i]);
   mbar_wait(barrier, parity ^ (signs >> 31));
 }
 
@@ -167,7 +189,7 @@ DEV void exponentials(float (&s)[32], const BiasTile& bias, float scale2) {
       const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        s[4 * i + j] = ex2(s[4 * i + j] * scale2 + __uint_as_float(words[j]) * LOG2E);
+        s[4 * i + j] = ex2(s[4 * i + j] * scale2 + __uint_as_float(words[j]));
     }
   } else {
 #pragma unroll
@@ -176,4 +198,34 @@ DEV void exponentials(float (&s)[32], const BiasTile& bias, float scale2) {
       s[2 * i + 1] = ex2(s[2 * i + 1] * scale2 + bf16_hi(bias.words[i]) * LOG2E);
     }
   }
+}
+
+// This thread's part of a bias tile, fp32 and multiplied by log2(e).
+struct WideBias {
+  float values[32];
+};
+
+// Read the part of a thread from an fp32 tile; `from` is where its first 16 bytes lie.
+DEV void load_wide(WideBias& bias, u32 from) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint4 w = lds128(from + i * 2048);
+    bias.values[4 * i] = __uint_as_float(w.x), bias.values[4 * i + 1] = __uint_as_float(w.y);
+    bias.values[4 * i + 2] = __uint_as_float(w.z), bias.values[4 * i + 3] = __uint_as_float(w.w);
+  }
+}
+
+// s = exp2(s * scale2 + bias), the bias in registers.
+DEV void wide_exponentials(float (&s)[32], const WideBias& bias, float scale2) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * scale2 + bias.values[i]);
+}
+
+// Keep packed words before the wgmma wait that follows, as keep_order does with exponentials.
+// `never` is zero.
+DEV void keep_words(const u32 (&words)[16], u32 never, u32 barrier, u32 parity) {
+  u32 bits = 0;
+#pragma unroll
+  for (int i = 1; i < 16; i += 2) bits |= words[i];
+  mbar_wait(barrier, parity ^ (bits & never));
 }

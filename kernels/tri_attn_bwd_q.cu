@@ -11,7 +11,6 @@
 #include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
-constexpr bool kTakeTurns = TPF_TURNS;  // warpgroups compute exponentials in turn
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -97,9 +96,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
   const int key_tiles = (p.tokens + kTile - 1) / kTile;
   const int quad = thread % 4, row = thread / 32 * 16 + thread % 32 / 4;
   const u64 ones = fold_descriptor(smem + kOnes);
-  if constexpr (kTakeTurns) {
-    if (warpgroup == 1) named_arrive(4, 128 * kConsumers);
-  }
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Job j = decode_job(p, job);
     const int query_tile = j.block * kConsumers + warpgroup;
@@ -155,10 +151,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         product_with_fold(then, further(queries, after * kResidentSlice), then_k, row_fold[after],
                           slice_fold(then_stage, after));
         wgmma_commit();
-        if constexpr (kTakeTurns) named_sync(4 + warpgroup, 128 * kConsumers);
         exponentials(now, bias, p.scale2);
         keep_order(now, full, parity);
-        if constexpr (kTakeTurns) named_arrive(5 - warpgroup, 128 * kConsumers);
         wgmma_wait<0>();
         if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);
 #pragma unroll
@@ -201,9 +195,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     slot.advance();
   }
   if (thread == 0) bulk_wait<0>();
-  if constexpr (kTakeTurns) {
-    if (warpgroup == 0) named_sync(4, 128 * kConsumers);
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -1,15 +1,18 @@
 // Bias fragments and key folds of the triangle attention backward (sm_90a).
 //
 // The bias [B, H, N, N], of any strides, is copied twice into the order in which accumulator
-// fragments hold 64 x 64 tiles: rows = queries and rows = keys. Ragged edges become zeros. The
-// blocks after the bias tiles write the key folds: channel 6 is -huge for a dropped key.
+// fragments hold 64 x 64 tiles: rows = queries and rows = keys. fp32 copies hold it multiplied by
+// log2(e). Ragged edges become zeros. The blocks after the bias tiles write the key folds (channel
+// 6 is -huge for a dropped key) and, behind the row folds, a tile of dropped rows.
 //   grid bias tiles + key blocks, 256 threads
 #include "tri_attn_bwd.cuh"
+
+constexpr bool kWideS = TPF_WIDE_S;  // the copy with rows = queries is fp32 even if the bias is not
 
 struct Params {
   const unsigned char* bias;  // bf16 or fp32
   const unsigned char* mask;  // bool [B, O, N] or null
-  unsigned char *bias_s, *bias_st, *key_fold;
+  unsigned char *bias_s, *bias_st, *key_fold, *dropped_rows;
   i64 bias_stride[4];  // b, h, q, k in elements
   i64 mask_stride[3];  // b, o, n
   int tokens, tiles, heads, batch;
@@ -25,13 +28,19 @@ DEV u32 bias_bits(const Params& p, i64 base, int query, int key) {
 }
 
 // Write the four elements of accumulator registers 4i .. 4i + 3.
+template <bool kWide>
 DEV void store_group(unsigned char* tiles, i64 tile, int i, int thread, const u32 (&bits)[4]) {
-  const i64 at = tile * kTile * kTile + fragment_index(i, thread);
-  if constexpr (kWideBias)
-    *reinterpret_cast<uint4*>(tiles + at * 4) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
-  else
+  const i64 at = tile * kTile * kTile + fragment_index<kWide>(i, thread);
+  if constexpr (kWide) {
+    float x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      x[e] = (kWideBias ? __uint_as_float(bits[e]) : bf16_lo(bits[e])) * LOG2E;
+    *reinterpret_cast<float4*>(tiles + at * 4) = make_float4(x[0], x[1], x[2], x[3]);
+  } else {
     *reinterpret_cast<uint2*>(tiles + at * 2) =
         make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+  }
 }
 
 DEV void arrange_bias(const Params& p, int block) {
@@ -48,14 +57,17 @@ DEV void arrange_bias(const Params& p, int block) {
       s[e] = bias_bits(p, base, row, col);
       st[e] = bias_bits(p, base, col, row);
     }
-    store_group(p.bias_s, block, i, thread, s);
-    store_group(p.bias_st, block, i, thread, st);
+    store_group<kWideS>(p.bias_s, block, i, thread, s);
+    store_group<kWideBias>(p.bias_st, block, i, thread, st);
   }
 }
 
 DEV void fold_keys(const Params& p, int block) {
   const int padded = p.tiles * kTile;
   const i64 item = static_cast<i64>(block) * 256 + threadIdx.x;
+  if (item < kTile)
+    *reinterpret_cast<uint4*>(p.dropped_rows + item * 16) =
+        make_uint4(dropped(p.scale2), 0u, 0u, 0x3F80u);
   const int token = item % padded, slice = item / padded % p.outer, batch = item / padded / p.outer;
   if (item >= static_cast<i64>(p.slices) * padded) return;
   bool kept = token < p.tokens;

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from tpf.kernels import tri_attn
+from tpf.kernels import tri_attn_bwd_plan as plans
 from tpf.kernels.reference import empty_dense_like
 from tpf.kernels.tma import TensorMap, mappable
 from tpf.kernels.tri_attn_bwd_plan import (
-    BIAS,
-    KV,
     PREP_PAIR,
     PREP_ROWS,
     REDUCE,
+    STRIPS,
     MainParams,
     PairParams,
     Problem,
-    Q,
     ReduceParams,
     RowParams,
+    StripParams,
     plan,
 )
 
@@ -109,7 +109,7 @@ class Call:
         slices = 1 if mask is None else p.batch * p.outer
         pair = PairParams(
             bias.data_ptr(), None if mask is None else mask.data_ptr(),
-            address["bias_s"], address["bias_st"], address["key_fold"],
+            address["bias_s"], address["bias_st"], address["key_fold"], address["dropped_rows"],
             bias.stride(), (0, 0, 0) if mask is None else mask.stride(),
             p.tokens, p.tiles, p.heads, p.batch, p.outer, slices, self.scale2,
         )  # fmt: skip
@@ -120,8 +120,8 @@ class Call:
         """Return the parameters that all main kernels share."""
         p = self.plan.problem
         params = MainParams(*maps)
-        for name, address in self.address.items():
-            setattr(params, name, address)
+        for name in ("row_fold", "key_fold", "bias_s", "bias_st", "dbias_partial"):
+            setattr(params, name, self.address[name])
         params.tokens, params.tiles, params.blocks = p.tokens, p.tiles, p.blocks
         params.heads, params.outer, params.batch = p.heads, p.outer, p.batch
         params.key_fold_stride = p.padded if self.plan.masked else 0
@@ -129,10 +129,18 @@ class Call:
         return params
 
     def sum_dbias(self, dbias: Tensor) -> None:
-        """Add the partials that the dbias pass left."""
-        p, cut = self.plan.problem, self.plan.cut
+        """Add the partials of dbias that the last pass left."""
+        p, cut, walk = self.plan.problem, self.plan.cut, self.plan.walk
+        partial = self.address["dbias_partial"]
+        if plans.PASSES == 2:
+            strips = StripParams(
+                partial, dbias.data_ptr(), dbias.stride(),
+                p.tokens, p.used_tiles, p.heads, walk.groups, walk.items, walk.blocks,
+            )  # fmt: skip
+            self.plan.launch(STRIPS, walk.strips * p.used_tiles, strips, self.stream)
+            return
         params = ReduceParams(
-            self.address["dbias_partial"], dbias.data_ptr(), dbias.stride(),
+            partial, dbias.data_ptr(), dbias.stride(),
             p.tokens, p.tiles, p.heads, cut.whole, cut.rest, cut.chunks,
         )  # fmt: skip
         self.plan.launch(REDUCE, p.batch * p.heads * p.tiles**2, params, self.stream)
@@ -164,7 +172,8 @@ def tri_attn_bwd(
     dbias = gradient_like(bias)
     maps = [call.plan.encode(x) for x in (*inputs, *(written for _, written in targets))]
     params = call.main_params(maps)
-    for name in (KV, Q, BIAS):
+    params.order = call.plan.order(q.device).data_ptr()
+    for name in plans.passes():
         call.plan.launch_main(name, params, call.stream)
     call.sum_dbias(dbias)
     dq, dk, dv = (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tpf.kernels import jit, tma, tri_attn
@@ -20,30 +22,39 @@ THREADS = 384
 FOLD_BYTES = 16
 SHARED_LIMIT = 232448
 MAX_STAGES = 4
+MAX_PAIR_STAGES = 8  # in the two-pass dQ kernel a stage holds one step of both warpgroups
 PARTIAL_SLOTS = 768
 """Most partials of dbias (48 MiB)."""
 MAPS_KEPT = 4096
 """Tensor maps that a plan remembers."""
 
 KV, Q, BIAS = "tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias"
-PREP_ROWS, PREP_PAIR, REDUCE = "tri_attn_prep_rows", "tri_attn_prep_pair", "tri_attn_bwd_reduce"
+Q_BIAS = "tri_attn_bwd_q_bias"
+PREP_ROWS, PREP_PAIR = "tri_attn_prep_rows", "tri_attn_prep_pair"
+REDUCE, STRIPS = "tri_attn_bwd_reduce", "tri_attn_bwd_strips"
+
+PASSES = 2
+"""2: dbias is summed where dQ is; 3: in a pass of its own."""
 
 
 class Tuning(NamedTuple):
     """How a main kernel runs.
 
-    slices share a bias tile; split keeps the low bits of dS; with turns the two warpgroups of a
-    block compute their exponentials one after the other.
+    A warpgroup takes that many slices at a time; split keeps the low bits of dS; ahead computes the
+    scores of the next step under the exponentials of this one (always in the three-pass dQ kernel).
     """
 
     slices: int
     split: bool
-    turns: bool = False
+    ahead: bool = False
 
 
 TUNING = {
-    (KV, 16): Tuning(2, False), (KV, 32): Tuning(2, False), (KV, 64): Tuning(1, False),
+    (KV, 16): Tuning(2, False, True), (KV, 32): Tuning(2, False, True),
+    (KV, 64): Tuning(1, False, True),
     (Q, 16): Tuning(4, True), (Q, 32): Tuning(2, True), (Q, 64): Tuning(1, True),
+    (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
+    (Q_BIAS, 64): Tuning(2, True),
     (BIAS, 16): Tuning(1, False), (BIAS, 32): Tuning(1, False), (BIAS, 64): Tuning(1, False),
 }  # fmt: skip
 """By kernel and padded head width. A kernel has 240 registers a thread to spend on these."""
@@ -55,17 +66,17 @@ class MainParams(ctypes.Structure):
     _fields_ = [
         *((name, TensorMap) for name in ("q", "k", "v", "dout", "dq", "dk", "dv")),
         *((name, ctypes.c_void_p) for name in ("row_fold", "key_fold", "bias_s", "bias_st")),
-        *((name, ctypes.c_void_p) for name in ("dbias_partial", "dq_sum")),
+        *((name, ctypes.c_void_p) for name in ("dbias_partial", "dq_sum", "order")),
         *((name, ctypes.c_int) for name in ("tokens", "tiles", "blocks", "heads", "outer")),
         *((name, ctypes.c_int) for name in ("batch", "groups", "group", "jobs", "first_group")),
         *((name, ctypes.c_int) for name in ("whole_tiles", "key_fold_stride")),
         *((name, ctypes.c_float) for name in ("scale", "scale2")),
-        ("padding", ctypes.c_uint32 * 6),
+        ("padding", ctypes.c_uint32 * 4),
     ]
 
 
 class RowParams(ctypes.Structure):
-    """``RowParams`` of tri_attn_prep_rows.cu."""
+    """``Params`` of tri_attn_prep_rows.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dout", "out", "residual", "lse", "row_fold")),
@@ -78,10 +89,11 @@ class RowParams(ctypes.Structure):
 
 
 class PairParams(ctypes.Structure):
-    """``PairParams`` of tri_attn_prep_pair.cu."""
+    """``Params`` of tri_attn_prep_pair.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("bias", "mask", "bias_s", "bias_st", "key_fold")),
+        ("dropped_rows", ctypes.c_void_p),
         ("bias_stride", ctypes.c_int64 * 4),
         ("mask_stride", ctypes.c_int64 * 3),
         *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads", "batch")),
@@ -91,13 +103,24 @@ class PairParams(ctypes.Structure):
 
 
 class ReduceParams(ctypes.Structure):
-    """``ReduceParams`` of tri_attn_bwd_reduce.cu."""
+    """``Params`` of tri_attn_bwd_reduce.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("partial", "dbias")),
         ("stride", ctypes.c_int64 * 4),
         *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
         *((name, ctypes.c_int) for name in ("whole_tiles", "rest_tiles", "chunks")),
+    ]
+
+
+class StripParams(ctypes.Structure):
+    """``Params`` of tri_attn_bwd_strips.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("partial", "dbias")),
+        ("stride", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
+        *((name, ctypes.c_int) for name in ("groups", "jobs", "blocks")),
     ]
 
 
@@ -133,9 +156,18 @@ class Problem:
         return self.padded // TILE
 
     @property
-    def bias_bytes(self) -> int:
-        """Bytes of the bias in fragment order."""
-        return self.batch * self.heads * self.padded**2 * (4 if self.wide_bias else 2)
+    def used_tiles(self) -> int:
+        """Tiles with a token."""
+        return -(-self.tokens // TILE)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all operands, with padding."""
+        return self.batch * self.outer * self.heads * self.padded
+
+    def bias_bytes(self, wide: bool) -> int:
+        """Bytes of the bias in fragment order, in FP32 (wide) or BF16."""
+        return self.batch * self.heads * self.padded**2 * (4 if wide else 2)
 
 
 class Cut(NamedTuple):
@@ -169,25 +201,93 @@ def cut_dbias(tiles: int, outer: int, multiprocessors: int) -> Cut:
     return Cut(whole, rest, -(-outer // chunk), chunk)
 
 
+class Walk(NamedTuple):
+    """How the two-pass dQ kernel divides its items, (64 queries, group of slices), among blocks.
+
+    A strip is all groups of the same queries; items are numbered strip by strip. Block x takes as
+    many as lie between x * items // blocks and the same for x + 1.
+    """
+
+    strips: int
+    groups: int
+    blocks: int
+
+    @property
+    def items(self) -> int:
+        """Items of all strips."""
+        return self.strips * self.groups
+
+    @property
+    def slots(self) -> int:
+        """Partials of dbias, one for each strip of a block: strip s of block x in slot x + s."""
+        return self.blocks + self.strips - 1
+
+    def order(self) -> list[int]:
+        """Return the items of block 0, block 1 and so on: 2 * item + (1 at a new strip).
+
+        The blocks of a strip deal its groups evenly, and each block walks all its strips at once
+        in ascending order of the groups. So all blocks work on about the same slices at any time
+        and find their keys and values in L2.
+        """
+        starts = [block * self.items // self.blocks for block in range(self.blocks + 1)]
+        shares: list[list[tuple[int, int]]] = [[] for _ in range(self.strips)]
+        for block, (first, end) in enumerate(itertools.pairwise(starts)):
+            for strip in range(first // self.groups, -(-end // self.groups)):
+                low, high = strip * self.groups, (strip + 1) * self.groups
+                shares[strip].append((block, min(end, high) - max(first, low)))
+        walks: list[list[tuple[int, int]]] = [[] for _ in range(self.blocks)]
+        for strip, parts in enumerate(shares):
+            turns = sorted(((2 * i + 1) / n, block) for block, n in parts for i in range(n))
+            for group, (_, block) in enumerate(turns):
+                walks[block].append((group, strip))
+        order = []
+        for walk_of_block in walks:
+            known: set[int] = set()
+            for group, strip in sorted(walk_of_block):
+                order.append(2 * (strip * self.groups + group) + (strip not in known))
+                known.add(strip)
+        return order
+
+
+def walk(problem: Problem, multiprocessors: int) -> Walk:
+    """Return the walk of a problem."""
+    strips = problem.batch * problem.heads * problem.used_tiles
+    groups = -(-problem.outer // (2 * TUNING[Q_BIAS, problem.width].slices))
+    return Walk(strips, groups, min(strips * groups, multiprocessors))
+
+
 def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
     """Return (stages, bytes of shared memory) of a main kernel; its source has the same sum."""
-    slices = TUNING[kernel, problem.width].slices
+    tuning = TUNING[kernel, problem.width]
+    slices = tuning.slices
     operand = TILE * problem.width * 2
     slice_bytes = 2 * operand + TILE * FOLD_BYTES
     fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
+    if kernel == Q_BIAS:
+        tile, staged = TILE * TILE * 4, 1 if problem.width == 64 else 2
+        pair = 2 * slice_bytes
+        fixed += slices * pair + 2 * staged * operand + 2 * tile
+        fixed += TILE * FOLD_BYTES + 16 * (slices + 8)
+        stages = min(MAX_PAIR_STAGES, (SHARED_LIMIT - fixed) // pair)
+        return stages, fixed + stages * pair
     if kernel == BIAS:
         stage = 4 * slice_bytes
         fixed += 4 * TILE * TILE * 4 if problem.wide_bias else 0
     else:
         stage = 2 * TILE * TILE * (4 if problem.wide_bias else 2) + slices * slice_bytes
-        fixed += 4 * slices * (slice_bytes if kernel == Q else 2 * operand)
+        fixed += 4 * slices * slice_bytes + (TILE * FOLD_BYTES if kernel == KV else 0)
     stages = min(MAX_STAGES, (SHARED_LIMIT - fixed) // stage)
     return stages, fixed + stages * stage
 
 
 def main_shared_bytes(kernel: str, problem: Problem) -> int:
     """Return the dynamic shared memory of any kernel; only the main ones have some."""
-    return shared_bytes(kernel, problem)[1] if kernel in (KV, Q, BIAS) else 0
+    return shared_bytes(kernel, problem)[1] if kernel in (KV, Q, BIAS, Q_BIAS) else 0
+
+
+def passes() -> tuple[str, ...]:
+    """Return the main kernels in the order in which they run."""
+    return (KV, Q_BIAS) if PASSES == 2 else (KV, Q, BIAS)
 
 
 def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]:
@@ -195,17 +295,24 @@ def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]
 
     vector tells whether the rows of out and dout can be read 16 bytes at a time.
     """
-    shared = {"TPF_D": problem.width, "TPF_G": 1, "TPF_WIDE_BIAS": int(problem.wide_bias)}
-    found = {PREP_ROWS: {**shared, "TPF_VECTOR": int(vector)}, PREP_PAIR: shared, REDUCE: shared}
-    for name in (KV, Q, BIAS):
+    wide = int(problem.wide_bias)
+    shared = {"TPF_D": problem.width, "TPF_G": 1, "TPF_WIDE_BIAS": wide}
+    found = {
+        PREP_ROWS: {**shared, "TPF_VECTOR": int(vector)},
+        PREP_PAIR: {**shared, "TPF_WIDE_S": int(wide or PASSES == 2)},
+        (STRIPS if PASSES == 2 else REDUCE): shared,
+    }
+    for name in passes():
         tuning = TUNING[name, problem.width]
         found[name] = {
             **shared,
             "TPF_G": tuning.slices,
             "TPF_SPLIT": int(tuning.split),
-            "TPF_TURNS": int(tuning.turns),
+            "TPF_AHEAD": int(tuning.ahead),
             "TPF_STAGES": shared_bytes(name, problem)[0],
         }
+    if PASSES == 2:
+        found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
     return found
 
 
@@ -227,24 +334,36 @@ class Plan:
         }
         tiles = problem.batch * problem.heads * problem.blocks**2
         self.cut = cut_dbias(tiles, problem.outer, self.multiprocessors)
+        self.walk = walk(problem, self.multiprocessors)
         self.offsets, self.workspace_bytes = self._lay_out()
         self._maps: dict[tuple[object, ...], TensorMap] = {}
+        self._order: Tensor | None = None
 
     def _lay_out(self) -> tuple[dict[str, int], int]:
         """Place the workspace; the dbias partials come when bias_st is no longer needed."""
         p = self.problem
         slices = p.batch * p.outer
+        two = PASSES == 2
+        strip_bytes = p.used_tiles * TILE * TILE * 4
+        partials = self.walk.slots * strip_bytes if two else self.cut.jobs * BLOCK_BYTES
         sizes = {
-            "row_fold": slices * p.heads * p.padded * FOLD_BYTES,
+            "row_fold": p.rows * FOLD_BYTES,
+            "dropped_rows": TILE * FOLD_BYTES,
             "key_fold": (slices if self.masked else 1) * p.padded * FOLD_BYTES,
-            "bias_s": p.bias_bytes,
-            "bias_st": max(p.bias_bytes, self.cut.jobs * BLOCK_BYTES),
+            "bias_s": p.bias_bytes(p.wide_bias or two),
+            "bias_st": max(p.bias_bytes(p.wide_bias), partials),
         }
         offsets, end = {}, 0
         for name, size in sizes.items():
             offsets[name] = end
             end += -(-size // 1024) * 1024
         return {**offsets, "dbias_partial": offsets["bias_st"]}, end
+
+    def order(self, device: torch.device) -> Tensor:
+        """Return the order of the walk on the device."""
+        if self._order is None:
+            self._order = torch.tensor(self.walk.order(), dtype=torch.int32, device=device)
+        return self._order
 
     def launch(self, name: str, blocks: int, params: ctypes.Structure, stream: int) -> None:
         """Launch a kernel of 384 threads (main) or 256 (preparation and reduction)."""
@@ -254,7 +373,9 @@ class Plan:
     def launch_main(self, name: str, params: MainParams, stream: int) -> None:
         """Launch a main kernel over its jobs with a persistent grid."""
         p = self.problem
-        if name == BIAS:
+        if name == Q_BIAS:
+            params.groups, params.jobs = self.walk.groups, self.walk.items
+        elif name == BIAS:
             params.groups, params.group = max(self.cut.rest, 1), self.cut.chunk
             params.jobs, params.whole_tiles = self.cut.jobs, self.cut.whole
         else:

@@ -44,9 +44,13 @@ struct uint4 {
 struct uint2 {
   u32 x, y;
 };
+struct float2 {
+  float x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
@@ -188,6 +192,12 @@ static inline float atomicAdd(float* p, float x) {
   *p = old + x;
   return old;
 }
+static inline u32 atomicAdd(u32* p, u32 x) {
+  const u32 old = *p;
+  *p = old + x;
+  return old;
+}
+static inline void __threadfence() {}
 static inline void __syncthreads() { emu::meet(emu::block_sync, blockDim.x); }
 static inline void __syncwarp() { emu::meet(emu::warp(), 32); }
 static inline void __nanosleep(unsigned) {}
@@ -281,27 +291,34 @@ DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, Coordinate... coordina
   b.bytes -= offset;
   emu::settle(b);
 }
-// Writes a box [rows][columns] of a map of rank 5; parts outside the tensor are dropped.
-DEV void tma_store(const TensorMap* map, u32 src, int c0, int c1, int c2, int c3, int c4) {
-  const i64 at[5] = {c0, c1, c2, c3, c4};
+// Writes a box; parts outside the tensor are dropped.
+template <class... Coordinate>
+DEV void tma_store(const TensorMap* map, u32 src, Coordinate... coordinate) {
+  constexpr int RANK = sizeof...(Coordinate);
+  const i64 at[RANK] = {coordinate...};
   const u32 size = map->opaque[1], swizzle = map->opaque[3];
+  if (map->opaque[2] != RANK) emu::fail("rank of a tensor map");
   const u64 *shape = map->opaque + 4, *stride = map->opaque + 9;
-  u32 box[5];
-  memcpy(box, map->opaque + 13, sizeof box);
-  if (map->opaque[2] != 5 || box[2] * box[3] * box[4] != 1) emu::fail("tensor map of a store");
-  for (u32 row = 0; row < box[1]; ++row)
-    for (u32 column = 0; column < box[0]; ++column) {
-      const i64 place[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]};
-      bool inside = true;
-      unsigned char* to = reinterpret_cast<unsigned char*>(map->opaque[0]) + place[0] * size;
-      for (int d = 0; d < 5; ++d) {
-        inside &= place[d] >= 0 && place[d] < i64(shape[d]);
-        if (d > 0) to += place[d] * i64(stride[d - 1]);
-      }
-      u32 raw = src + (row * box[0] + column) * size;
-      if (swizzle) raw ^= (raw >> 7 & (swizzle / 16 - 1)) << 4;
-      if (inside) memcpy(to, emu::at(raw), size);
-    }
+  u32 box[5] = {1, 1, 1, 1, 1};
+  memcpy(box, map->opaque + 13, 4 * RANK);
+  u32 offset = 0;
+  u32 i[5] = {};
+  for (i[4] = 0; i[4] < box[4]; ++i[4])
+    for (i[3] = 0; i[3] < box[3]; ++i[3])
+      for (i[2] = 0; i[2] < box[2]; ++i[2])
+        for (i[1] = 0; i[1] < box[1]; ++i[1])
+          for (i[0] = 0; i[0] < box[0]; ++i[0], offset += size) {
+            bool inside = true;
+            unsigned char* to = reinterpret_cast<unsigned char*>(map->opaque[0]);
+            for (int d = 0; d < RANK; ++d) {
+              const i64 c = at[d] + i[d];
+              inside &= c >= 0 && c < i64(shape[d]);
+              to += c * (d == 0 ? i64(size) : i64(stride[d - 1]));
+            }
+            u32 raw = src + offset;
+            if (swizzle) raw ^= (raw >> 7 & (swizzle / 16 - 1)) << 4;
+            if (inside) memcpy(to, emu::at(raw), size);
+          }
 }
 DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   if (bytes % 16 || dst % 16 || reinterpret_cast<u64>(src) % 16) emu::fail("bulk_load alignment");
@@ -371,7 +388,45 @@ DEV void ldmatrix(u32 (&v)[4], u32 addr) {
   for (int i = 0; i < 4; ++i) rows[i] = static_cast<u32>(all[8 * i + emu::lane() / 4][0]);
   for (int i = 0; i < 4; ++i) v[i] = shared_value<u32>(rows[i] + emu::lane() % 4 * 4);
 }
+// The 8x8 tiles as they lie in memory go to all lanes; lane l takes a pair of row l / 4, or, for the
+// transposed load, of column l / 4.
+DEV void ldmatrix_trans(u32 (&v)[4], u32 addr) {
+  const u64 mine[4] = {addr};
+  auto* all = emu::exchange(emu::warp(), 32, emu::lane(), mine);
+  u32 rows[4][2];
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j)
+      rows[i][j] = static_cast<u32>(all[8 * i + emu::lane() % 4 * 2 + j][0]) + emu::lane() / 4 * 2;
+  for (int i = 0; i < 4; ++i)
+    v[i] = shared_value<u16>(rows[i][0]) | static_cast<u32>(shared_value<u16>(rows[i][1])) << 16;
+}
+DEV void stmatrix(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  const u64 mine[4] = {addr};
+  auto* all = emu::exchange(emu::warp(), 32, emu::lane(), mine);
+  const u32 words[4] = {a, b, c, d};
+  u32 rows[4];
+  for (int i = 0; i < 4; ++i) rows[i] = static_cast<u32>(all[8 * i + emu::lane() / 4][0]);
+  for (int i = 0; i < 4; ++i) memcpy(emu::at(rows[i] + emu::lane() % 4 * 4), words + i, 4);
+}
+DEV void stmatrix_trans(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  const u64 mine[4] = {addr};
+  auto* all = emu::exchange(emu::warp(), 32, emu::lane(), mine);
+  const u32 words[4] = {a, b, c, d};
+  u32 rows[4][2];
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j)
+      rows[i][j] = static_cast<u32>(all[8 * i + emu::lane() % 4 * 2 + j][0]) + emu::lane() / 4 * 2;
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const u16 half = static_cast<u16>(words[i] >> 16 * j);
+      memcpy(emu::at(rows[i][j]), &half, 2);
+    }
+}
 DEV void sts128(u32 addr, uint4 v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV void sts16(u32 addr, u16 v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV void sts32f(u32 addr, float v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV float rsqrt_fast(float x) { return 1.f / sqrtf(x); }
+DEV u32 take_ticket(u32* counter) { return atomicAdd(counter, 1u); }
 
 DEV void wgmma_fence() {}
 DEV void wgmma_commit() {
