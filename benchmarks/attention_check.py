@@ -1,7 +1,7 @@
 """Check the triangle attention kernels against FP64 and time them beside flex_attention.
 
-    python benchmarks/attention_check.py [--build] [--check] [--large] [--time] [--backward] [--flex]
-        [--no-stream] [--shapes NxD,...] [--json PATH]
+    python benchmarks/attention_check.py [--build] [--check] [--large] [--time] [--backward]
+        [--flex] [--no-stream] [--shapes NxD,...] [--json PATH]
 
 Runs on one Hopper GPU (--build needs none); prints a table last. Inputs lie inside larger buffers
 filled with NaN, so a read outside a tensor shows in the results.

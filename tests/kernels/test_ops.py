@@ -285,11 +285,10 @@ def test_multiplication_opcheck_and_leading_axes() -> None:
     z = torch.randn(2, 4, 4, 3, requires_grad=True)
     w = [x.requires_grad_() for x in weights(dtype=torch.float32)]
     mask = torch.rand(2, 4, 4).round()
-    torch.library.opcheck(library.tri_mul_fwd, (z, mask, w, "outgoing"))
+    torch.library.opcheck(library.tri_mul_fwd, (z, mask, w, "outgoing", "torch"))
     detached = [x.detach() for x in w]
-    torch.library.opcheck(
-        library.tri_mul_bwd, (torch.randn_like(z), z.detach(), mask, detached, "incoming")
-    )
+    gradients = (torch.randn_like(z), z.detach(), mask, detached, "incoming", [], "torch")
+    torch.library.opcheck(library.tri_mul_bwd, gradients)
     one = triangle_multiplication(z[0], mask[0], TriMulWeights(*w), "outgoing")
     both = triangle_multiplication(z, mask, TriMulWeights(*w), "outgoing")
     torch.testing.assert_close(one, both[0])
@@ -311,7 +310,7 @@ def test_multiplication_bf16_keeps_weight_gradients_in_fp32() -> None:
         ({"z": torch.zeros(1, 4, 5, 3)}, "z is"),
         ({"mask": torch.zeros(1, 4)}, "mask has shape"),
         ({"direction": "inward"}, "direction is 'inward'"),
-        ({"impl": "cuda"}, "impl is 'cuda'"),
+        ({"impl": "cuda"}, "z is torch.float32; the CUDA kernels take torch.bfloat16"),
         ({"weights": weights(c=4)}, "weights.layer_norm_in_weight has shape"),
     ],
 )

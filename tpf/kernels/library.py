@@ -179,22 +179,44 @@ def attention(
     return cast(Tensor, run(q, k, v, bias, mask, scale, save, impl)[0])
 
 
+_Update = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""An update and the four tensors of ``tri_mul.Saved`` (empty in plain PyTorch)."""
+
+
 def _multiplication_forward(
-    z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
-) -> Tensor:
-    """Return ``reference.multiplication_forward``; weights in the order of TriMulWeights."""
-    return reference.multiplication_forward(
-        z, mask, TriMulWeights(*weights), cast(Direction, direction)
-    )
+    z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str, impl: str
+) -> _Update:
+    """Return the update and what its gradient needs; weights in the order of TriMulWeights."""
+    packed = TriMulWeights(*weights)
+    if impl == "cuda":
+        from tpf.kernels.tri_mul import tri_mul_fwd as forward
+
+        update, saved = forward(z, mask, packed, cast(Direction, direction))
+        return update, *saved
+    update = reference.multiplication_forward(z, mask, packed, cast(Direction, direction))
+    return update, z.new_empty(0), z.new_empty(0), z.new_empty(0), z.new_empty(0)
 
 
 def _multiplication_gradients(
-    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
+    dout: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    direction: str,
+    saved: list[Tensor],
+    impl: str,
 ) -> list[Tensor]:
     """Return the gradients of z and of the ten weights."""
-    dz, grads = reference.multiplication_backward(
-        dout, z, mask, TriMulWeights(*weights), cast(Direction, direction)
-    )
+    packed = TriMulWeights(*weights)
+    if impl == "cuda":
+        from tpf.kernels.tri_mul import Saved
+        from tpf.kernels.tri_mul_bwd import tri_mul_bwd as backward
+
+        dz, grads = backward(dout, z, packed, cast(Direction, direction), Saved(*saved))
+    else:
+        dz, grads = reference.multiplication_backward(
+            dout, z, mask, packed, cast(Direction, direction)
+        )
     return [dz, *grads]
 
 
@@ -205,33 +227,56 @@ tri_mul_bwd = torch.library.custom_op(
 
 
 @tri_mul_fwd.register_fake
-def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str) -> Tensor:
-    return z.new_empty(z.shape)
+def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str, impl: str) -> _Update:
+    if impl == "cuda":
+        from tpf.kernels.tri_mul import saved_like
+
+        return z.new_empty(z.shape), *saved_like(z, weights[2].shape[0])
+    nothing = (z.new_empty(0), z.new_empty(0), z.new_empty(0), z.new_empty(0))
+    return z.new_empty(z.shape), *nothing
 
 
 @tri_mul_bwd.register_fake
 def _(
-    dout: Tensor, z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str
+    dout: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    direction: str,
+    saved: list[Tensor],
+    impl: str,
 ) -> list[Tensor]:
     return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in weights)]
 
 
-def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, mask, weights, ctx.direction = inputs
-    ctx.save_for_backward(z, mask, *weights)
+def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: _Update) -> None:
+    z, mask, weights, ctx.direction, ctx.impl = inputs
+    ctx.save_for_backward(z, mask, *weights, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _multiplication_backward(
-    ctx: _Context, dout: Tensor | None
-) -> tuple[Tensor | None, None, list[Tensor] | None, None]:
+    ctx: _Context,
+    dout: Tensor | None,
+    gradients: Any,  # noqa: ANN401
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of z and of the weights, computed by the function ``gradients``."""
+    z, mask, *rest = ctx.saved_tensors
+    weights, saved = rest[: len(TriMulWeights._fields)], rest[len(TriMulWeights._fields) :]
     if dout is None:
-        return None, None, None, None
-    z, mask, *weights = ctx.saved_tensors
-    dz, *grads = tri_mul_bwd(dout, z, mask, weights, ctx.direction)
-    return dz, None, grads, None
+        return None, [None] * len(weights)
+    dz, *grads = gradients(dout, z, mask, weights, ctx.direction, saved, ctx.impl)
+    return dz, grads
 
 
-tri_mul_fwd.register_autograd(_multiplication_backward, setup_context=_save_multiplication)
+def _multiplication_operator_backward(
+    ctx: _Context, dout: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, None, list[Tensor | None], None, None]:
+    dz, grads = _multiplication_backward(ctx, dout, tri_mul_bwd)
+    return dz, None, grads, None, None
+
+
+tri_mul_fwd.register_autograd(_multiplication_operator_backward, setup_context=_save_multiplication)
 tri_mul_bwd.register_autograd(_no_double_backward)
 
 
@@ -239,23 +284,32 @@ class _Multiplication(torch.autograd.Function):
     """The eager form of ``tpf::tri_mul_fwd`` and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, mask: Tensor | None, direction: str, *weights: Tensor) -> Any:  # noqa: ANN401, E501
-        _save_multiplication(ctx, (z, mask, weights, direction), z)
-        return _multiplication_forward(z, mask, list(weights), direction)
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        z: Tensor,
+        mask: Tensor | None,
+        direction: str,
+        impl: str,
+        *weights: Tensor,
+    ) -> Tensor:
+        result = _multiplication_forward(z, mask, list(weights), direction, impl)
+        ctx.direction, ctx.impl = direction, impl
+        ctx.save_for_backward(z, mask, *weights, *result[1:])
+        return result[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:  # noqa: ANN401
-        z, mask, *weights = ctx.saved_tensors
-        gradients = tri_mul_bwd if torch.is_grad_enabled() else _multiplication_gradients
-        dz, *grads = gradients(dout, z, mask, weights, ctx.direction)
-        return dz, None, None, *grads
+    def backward(ctx: Any, dout: Tensor | None) -> Any:  # noqa: ANN401
+        twice = torch.is_grad_enabled()  # create_graph=True: the operator refuses a second pass
+        gradients = tri_mul_bwd if twice else _multiplication_gradients
+        dz, grads = _multiplication_backward(ctx, dout, gradients)
+        return dz, None, None, None, *grads
 
 
 def multiplication(
-    z: Tensor, mask: Tensor | None, weights: TriMulWeights, direction: Direction
+    z: Tensor, mask: Tensor | None, weights: TriMulWeights, direction: Direction, impl: str
 ) -> Tensor:
     """Return the triangle multiplicative update of z [B, N, N, C] with mask [B, N, N] or None."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, tri_mul_fwd(z, mask, list(weights), direction))
+        return cast(Tensor, tri_mul_fwd(z, mask, list(weights), direction, impl)[0])
     run: Any = _Multiplication.apply
-    return cast(Tensor, run(z, mask, direction, *weights))
+    return cast(Tensor, run(z, mask, direction, impl, *weights))

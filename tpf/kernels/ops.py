@@ -23,6 +23,8 @@ __all__ = ["Direction", "Impl", "TriMulWeights", "triangle_attention", "triangle
 Impl = Literal["auto", "cuda", "flex", "torch"]
 IMPLS = ("auto", "cuda", "flex", "torch")
 MAX_HEAD_DIM = 64
+MAX_CHANNELS = 128
+"""Widest z and hidden layer of the multiplicative update's kernels."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +91,15 @@ def _why_not_cuda(q: Tensor, bias: Tensor, scale: float) -> str | None:
         return f"scale is {scale}; the CUDA kernels take a scale above 0"
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         return f"q has head width D = {q.shape[-1]}; the CUDA kernels take 1 to {MAX_HEAD_DIM}"
-    if q.device.type != "cuda":
-        return f"q is on {q.device}; the CUDA kernels need an NVIDIA GPU"
-    if (found := _capability(q.device)) != (9, 0):
-        return f"q is on a GPU of compute capability {found}; the CUDA kernels need (9, 0)"
+    return _why_not_hopper("q", q)
+
+
+def _why_not_hopper(name: str, x: Tensor) -> str | None:
+    """Return why kernels for Hopper cannot run where x is, or None."""
+    if x.device.type != "cuda":
+        return f"{name} is on {x.device}; the CUDA kernels need an NVIDIA GPU"
+    if (found := _capability(x.device)) != (9, 0):
+        return f"{name} is on a GPU of compute capability {found}; the CUDA kernels need (9, 0)"
     return None
 
 
@@ -168,8 +175,8 @@ def _check_multiplication(
     """Raise ArgumentError unless the arguments obey the contract of triangle_multiplication."""
     if direction not in ("outgoing", "incoming"):
         raise ArgumentError(f"direction is {direction!r}; choose outgoing or incoming")
-    if impl not in IMPLS:
-        raise ArgumentError(f"impl is {impl!r}; choose from {', '.join(IMPLS)}")
+    if impl not in IMPLS or impl == "flex":
+        raise ArgumentError(f"impl is {impl!r}; choose from auto, cuda, torch")
     if z.dim() < 3 or z.shape[-2] != z.shape[-3] or not z.is_floating_point():
         raise ArgumentError(f"z is {z.dtype} {tuple(z.shape)}; give a floating [*B, N, N, C]")
     if mask is not None and mask.shape != z.shape[:-1]:
@@ -189,6 +196,33 @@ def _check_multiplication(
             raise ArgumentError(f"weights.{name} has shape {tuple(weight.shape)}; needs {shape}")
 
 
+def _why_not_cuda_multiplication(z: Tensor, weights: TriMulWeights) -> str | None:
+    """Return the rule of the Hopper kernels that the inputs break, or None."""
+    if z.dtype != torch.bfloat16:
+        return f"z is {z.dtype}; the CUDA kernels take torch.bfloat16"
+    for name, width in (("z", z.shape[-1]), ("hidden layer", weights.linear_a_p.shape[0])):
+        if width % 16 or not 16 <= width <= MAX_CHANNELS:
+            return (
+                f"the {name} has {width} channels; the CUDA kernels take multiples of 16 up to "
+                f"{MAX_CHANNELS} (the weight gradients must fit into the registers)"
+            )
+    return _why_not_hopper("z", z)
+
+
+def _multiplication_impl(impl: Impl, z: Tensor, weights: TriMulWeights) -> Literal["cuda", "torch"]:
+    """Resolve impl for these inputs; "auto" says in the log why it does not take the kernels."""
+    if impl == "torch":
+        return "torch"
+    reason = _why_not_cuda_multiplication(z, weights)
+    if reason is None:
+        return "cuda"
+    if impl == "cuda":
+        raise ArgumentError(reason)
+    if z.is_cuda and not torch.compiler.is_compiling():
+        _say_once(f"triangle multiplication runs as impl='torch': {reason}")
+    return "torch"
+
+
 def triangle_multiplication(
     z: Tensor,
     mask: Tensor | None,
@@ -199,12 +233,15 @@ def triangle_multiplication(
 ) -> Tensor:
     """Compute the triangle multiplicative update (AF3 Alg 12 outgoing, Alg 13 incoming).
 
-    z [*B, N, N, C]; mask [*B, N, N] bool or float, or None. Returns the update [*B, N, N, C] in the
-    dtype of z, without the residual. Raises ArgumentError (a ValueError) for a wrong shape.
+    z [*B, N, N, C]; mask [*B, N, N] bool or float, or None; no gradient goes to the mask. impl is
+    auto, cuda (bf16 z, usually FP32 weights) or torch. Returns the update [*B, N, N, C] in the
+    dtype of z, without the residual. Raises ArgumentError (a ValueError) naming the tensor, its
+    value and the rule.
     """
     _check_multiplication(z, mask, weights, direction, impl)
-    if impl in ("cuda", "flex"):
-        raise ArgumentError(f"impl is {impl!r}; triangle_multiplication has impl auto and torch")
+    chosen = _multiplication_impl(impl, z, weights) if z.numel() else "torch"
+    if z.dim() == 4:
+        return library.multiplication(z, mask, weights, direction, chosen)
     z4 = z.reshape(-1, *z.shape[-3:])
     mask3 = None if mask is None else mask.reshape(z4.shape[:-1])
-    return library.multiplication(z4, mask3, weights, direction).reshape(z.shape)
+    return library.multiplication(z4, mask3, weights, direction, chosen).reshape(z.shape)

@@ -266,7 +266,7 @@ def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
     if kernel == Q_BIAS:
         tile, staged = TILE * TILE * 4, 1 if problem.width == 64 else 2
         pair = 2 * slice_bytes
-        fixed += slices * pair + 2 * staged * operand + 2 * tile
+        fixed += slices * pair + 2 * staged * operand + (2 if problem.width == 64 else 3) * tile
         fixed += TILE * FOLD_BYTES + 16 * (slices + 8)
         stages = min(MAX_PAIR_STAGES, (SHARED_LIMIT - fixed) // pair)
         return stages, fixed + stages * pair

@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.pairformer_stack = PairformerStack(cfg, cfg.pairformer_blocks)
         self.diffusion_module = DiffusionModule(cfg)
         self.aux_heads = AuxHeads(cfg)
-        self.register_load_state_dict_pre_hook(_drop_aliases)
+        self.register_load_state_dict_pre_hook(_drop_aliases)  # type: ignore[no-untyped-call]
 
     def compile_blocks(self) -> None:
         """Compile the repeated blocks in place with torch.compile; the rest stays eager."""

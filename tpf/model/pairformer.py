@@ -9,6 +9,14 @@ from torch import Tensor, nn
 
 from tpf.config import ModelConfig
 from tpf.kernels.ops import Impl, TriMulWeights, triangle_attention, triangle_multiplication
+from tpf.kernels.pair_layers import (
+    AttentionWeights,
+    add_attention,
+    add_transition,
+    add_update,
+    fusable,
+    layer_norm,
+)
 from tpf.model.primitives import (
     MASKED,
     AttentionProjections,
@@ -18,6 +26,7 @@ from tpf.model.primitives import (
     Linear,
     Transition,
     attention,
+    dropout_scale,
     head_bias,
     remat,
     shared_dropout,
@@ -75,7 +84,8 @@ class TriangleMultiplication(Layer):
     def __init__(self, dims: PairDims, direction: Literal["outgoing", "incoming"]) -> None:
         super().__init__()
         c_z, c_hidden = dims.channels, dims.c_hidden_mul
-        self.direction, self.impl = direction, dims.impl
+        self.direction = direction
+        self.impl: Impl = "torch" if dims.impl == "flex" else dims.impl
         self.layer_norm_in = LayerNorm(c_z)
         self.linear_a_p = Linear(c_z, c_hidden)
         self.linear_a_g = Linear(c_z, c_hidden, init="gating")
@@ -129,13 +139,26 @@ class TriangleAttention(Layer):
         o = triangle_attention(q, k, v, bias, keys[:, :, None, None], impl=self.impl)
         return self.mha.output(z, o.permute(self.from_slices))
 
+    def weights(self) -> AttentionWeights:
+        """Return the parameters as the fused layer takes them."""
+        return AttentionWeights(
+            norm_weight=self.layer_norm.weight,
+            norm_bias=cast(Tensor, self.layer_norm.bias),
+            bias=self.linear_z.weight,
+            query=self.mha.linear_q.weight,
+            key=self.mha.linear_k.weight,
+            value=self.mha.linear_v.weight,
+            gate=self.mha.linear_g.weight,
+            out=self.mha.linear_o.weight,
+        )
+
 
 class PairStack(Layer):
     """The pair half of a Pairformer block (AF3 Alg 17 steps 1-5): z [B, N, N, C] -> z."""
 
     def __init__(self, dims: PairDims) -> None:
         super().__init__()
-        self.dropout = dims.dropout
+        self.dropout, self.impl = dims.dropout, dims.impl
         self.tri_mul_out = TriangleMultiplication(dims, "outgoing")
         self.tri_mul_in = TriangleMultiplication(dims, "incoming")
         self.tri_att_start = TriangleAttention(dims, "starting")
@@ -143,6 +166,14 @@ class PairStack(Layer):
         self.pair_transition = Transition(dims.channels, dims.expansion)
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        start, end = self.tri_att_start.weights(), self.tri_att_end.weights()
+        transition = self.pair_transition.weights()
+        if fusable(z, mask, self.impl, start, end, transition):
+            for layer in (self.tri_mul_out, self.tri_mul_in):
+                z = add_update(z, layer(z, mask), self._scale(z, ROWS))
+            z = add_attention(z, mask, self._scale(z, ROWS), start, ending=False)
+            z = add_attention(z, mask, self._scale(z, COLUMNS), end, ending=True)
+            return add_transition(z, mask, transition)
         z = z + self._drop(self.tri_mul_out(z, mask), ROWS)
         z = z + self._drop(self.tri_mul_in(z, mask), ROWS)
         z = z + self._drop(self.tri_att_start(z, mask), ROWS)
@@ -152,6 +183,9 @@ class PairStack(Layer):
     def _drop(self, update: Tensor, axis: int) -> Tensor:
         return shared_dropout(update, self.dropout, axis, self.training)
 
+    def _scale(self, z: Tensor, axis: int) -> Tensor | None:
+        return dropout_scale(z, self.dropout, axis, self.training)
+
 
 class AttentionPairBias(Layer):
     """Attention over tokens with pair bias (AF3 Alg 24 without conditioning).
@@ -159,19 +193,24 @@ class AttentionPairBias(Layer):
     s [B, N, c_s], z [B, N, N, c_z], mask [B, N] -> update [B, N, c_s].
     """
 
-    def __init__(self, c_s: int, c_z: int, heads: int) -> None:
+    def __init__(self, c_s: int, c_z: int, heads: int, impl: Impl = "torch") -> None:
         super().__init__()
+        self.impl = impl
         self.layer_norm_a = LayerNorm(c_s)
         self.layer_norm_z = LayerNorm(c_z)
         self.linear_z = Linear(c_z, heads)
         self.mha = AttentionProjections(c_s, heads, c_s // heads, q_bias=True)
 
     def forward(self, s: Tensor, z: Tensor, mask: Tensor) -> Tensor:
-        s = self.layer_norm_a(s)
-        bias = head_bias(self.layer_norm_z(z), self.linear_z.weight)
+        s = self._norm(self.layer_norm_a, s, mask)
+        bias = head_bias(self._norm(self.layer_norm_z, z, mask), self.linear_z.weight)
         bias = bias.masked_fill(~mask[:, None, None], MASKED)
         q, k, v = (x.transpose(-3, -2) for x in self.mha.qkv(s, s))
         return self.mha.output(s, attention(q, k, v, bias).transpose(-3, -2))
+
+    def _norm(self, norm: LayerNorm, x: Tensor, mask: Tensor) -> Tensor:
+        weights = norm.weight, cast(Tensor, norm.bias)
+        return layer_norm(x, *weights) if fusable(x, mask, self.impl, weights) else norm(x)
 
 
 class PairformerBlock(nn.Module):
@@ -180,7 +219,8 @@ class PairformerBlock(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.pair_stack = PairStack(PairDims.trunk(cfg))
-        self.attn_pair_bias = AttentionPairBias(cfg.c_s, cfg.c_z, cfg.single_heads)
+        self.impl = cast(Impl, cfg.impl)
+        self.attn_pair_bias = AttentionPairBias(cfg.c_s, cfg.c_z, cfg.single_heads, self.impl)
         self.single_transition = Transition(cfg.c_s, 4)
 
     def forward(
@@ -188,7 +228,7 @@ class PairformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         z = self.pair_stack(z, pair_mask)
         s = s + self.attn_pair_bias(s, z, mask)
-        return s + self.single_transition(s, mask), z
+        return self.single_transition.add_to(s, mask, self.impl), z
 
 
 class PairformerStack(nn.Module):

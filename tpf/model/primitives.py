@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tpf.kernels.ops import Impl
+from tpf.kernels.pair_layers import TransitionWeights, add_transition, fusable
 
 Init = Literal["default", "relu", "gating", "gating_ada_zero", "final"]
 
@@ -119,6 +122,23 @@ class Transition(Layer):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.linear_out(self.swiglu(self.layer_norm(x))) * mask[..., None]
 
+    def weights(self) -> TransitionWeights:
+        """Return the parameters as the fused layer takes them."""
+        return TransitionWeights(
+            norm_weight=self.layer_norm.weight,
+            norm_bias=cast(Tensor, self.layer_norm.bias),
+            a=self.swiglu.linear_a.weight,
+            b=self.swiglu.linear_b.weight,
+            out=self.linear_out.weight,
+        )
+
+    def add_to(self, x: Tensor, mask: Tensor, impl: Impl) -> Tensor:
+        """Return x plus the update, in one fused layer where ``impl`` and x allow it."""
+        weights = self.weights()
+        if fusable(x, mask, impl, weights):
+            return add_transition(x, mask, weights)
+        return x + self(x, mask)
+
 
 class AttentionProjections(nn.Module):
     """Query, key, value, gate and output maps of gated attention; rows are head-major."""
@@ -167,10 +187,16 @@ def head_bias(x: Tensor, weight: Tensor) -> Tensor:
     return torch.unflatten(torch.bmm(weight.expand(len(x), -1, -1), rows), -1, x.shape[1:-1])
 
 
-def shared_dropout(x: Tensor, rate: float, axis: int, training: bool) -> Tensor:
-    """Drop entries of ``x`` with one mask for all positions along ``axis``; scale by 1/(1-rate)."""
+def dropout_scale(x: Tensor, rate: float, axis: int, training: bool) -> Tensor | None:
+    """Draw the factors of ``shared_dropout`` for x: 0 or 1/(1-rate), size 1 along ``axis``."""
     if not training or rate == 0:
-        return x
+        return None
     shape = list(x.shape)
     shape[axis] = 1
-    return x * F.dropout(x.new_ones(shape), rate)
+    return F.dropout(x.new_ones(shape), rate)
+
+
+def shared_dropout(x: Tensor, rate: float, axis: int, training: bool) -> Tensor:
+    """Drop entries of ``x`` with one mask for all positions along ``axis``; scale by 1/(1-rate)."""
+    scale = dropout_scale(x, rate, axis, training)
+    return x if scale is None else x * scale

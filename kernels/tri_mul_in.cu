@@ -1,0 +1,183 @@
+// Triangle multiplicative update, input side: a and b, channel-major (sm_90a).
+//
+//   a = mask sigmoid(W_ag zn) (W_ap zn), b likewise, zn = layer norm of z (tri_mul.cuh: on raw z)
+//
+// A warpgroup owns 64 positions: it takes z into registers as matrix operand (and computes the row
+// statistics from it), gives the stage back, and then runs over the 64-channel units of [a; b]: two
+// products, gate, transposition by stmatrix, bulk store of [channels][positions]. Warpgroups work
+// on different items, so products of one run beside the gates of another.
+//   warpgroups 0 .. CONSUMERS - 1: consumers; the last: producer
+//   smem  weights | STAGES x z | CONSUMERS x 2 x output tile | vectors | barriers
+// Constants: CZ, CH, CONSUMERS, STAGES, SHARED_BYTES.
+#include "tri_mul.cuh"
+
+struct Params {
+  TensorMap z;   // [B, N, N, C]
+  TensorMap ab;  // [2, B, H, N, N]
+  const unsigned char* packed;
+  float4* stats;  // [B, N, pitch] of z: r, -r m, r times the mask (tri_mul.cuh)
+  Mask mask;
+  Grid grid;
+};
+
+constexpr int STAGE = CB * BLOCK;
+constexpr int WEIGHTS = UNITS * 2 * CB * BLOCK;
+constexpr int AT_STAGES = WEIGHTS;
+constexpr int AT_OUTPUT = AT_STAGES + STAGES * STAGE;
+constexpr int AT_VECTORS = AT_OUTPUT + CONSUMERS * 2 * BLOCK;
+constexpr int AT_BARRIERS = AT_VECTORS + UNITS * 64 * 16;
+constexpr int SHARED = AT_BARRIERS + 16 * STAGES + 8;
+static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
+
+struct Barriers {
+  u32 base;
+  __device__ u32 full(int i) const { return base + 8 * i; }
+  __device__ u32 empty(int i) const { return base + 8 * (STAGES + i); }
+  __device__ u32 weights() const { return base + 16 * STAGES; }
+};
+
+DEV void produce(const Params& p, u32 smem, Barriers bars) {
+  mbar_expect(bars.weights(), WEIGHTS + UNITS * 64 * 16);
+  bulk_load(smem, p.packed, WEIGHTS, bars.weights());
+  bulk_load(smem + AT_VECTORS, p.packed + IN_BYTES + OUT_BYTES, UNITS * 64 * 16, bars.weights());
+  Ring<STAGES, STAGE> ring(smem + AT_STAGES);
+  for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
+    mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
+    mbar_expect(bars.full(ring.index), STAGE);
+    load_positions(ring.stage, &p.z, bars.full(ring.index), Item::at(p.grid, index));
+    ring.advance(1);
+  }
+}
+
+// value = z W_p^T and gate = z W_g^T for the 64 channels of a unit.
+DEV void products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_STEPS], u64 weights) {
+#pragma unroll
+  for (int q = 0; q < Z_STEPS; ++q)
+    wgmma_rs<0>(value, z[4 * q], z[4 * q + 1], z[4 * q + 2], z[4 * q + 3],
+                weights + channel_step(q), q > 0);
+#pragma unroll
+  for (int q = 0; q < Z_STEPS; ++q)
+    wgmma_rs<0>(gate, z[4 * q], z[4 * q + 1], z[4 * q + 2], z[4 * q + 3],
+                weights + (CB * BLOCK >> 4) + channel_step(q), q > 0);
+}
+
+// Gated and masked values of one unit as bf16 fragments.
+DEV void gated(u32 (&out)[16], const float (&value)[32], const float (&gate)[32], u32 vectors,
+               const float (&rstd)[2], const float (&offset)[2], const float (&weight)[2]) {
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const uint4 first = lds128(vectors + 128 * c), second = lds128(vectors + 128 * c + 16);
+    const float s_value[2] = {__uint_as_float(first.x), __uint_as_float(second.x)};
+    const float t_value[2] = {__uint_as_float(first.y), __uint_as_float(second.y)};
+    const float s_gate[2] = {__uint_as_float(first.z), __uint_as_float(second.z)};
+    const float t_gate[2] = {__uint_as_float(first.w), __uint_as_float(second.w)};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int i = 4 * c + 2 * r + j;
+        const float v = fmaf(value[i], rstd[r], fmaf(offset[r], s_value[j], t_value[j]));
+        const float g = fmaf(gate[i], rstd[r], fmaf(offset[r], s_gate[j], t_gate[j]));
+        x[j] = v * weight[r] * sigmoid(g);
+      }
+      out[2 * c + r] = pack_bf16(x[0], x[1]);
+    }
+  }
+}
+
+// Sends a unit [64 channels][64 positions]; what lies outside a and b is dropped.
+DEV void send_unit(const Params& p, u32 tile, int unit, const Item& item) {
+#pragma unroll
+  for (int c = 0; c < 64; c += BOX) {
+    const int channel = unit * 64 + c;
+    tma_store(&p.ab, tile + c * 128, item.k, item.i, channel % CH, item.b, channel / CH);
+  }
+  bulk_commit();
+}
+
+DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int row = 16 * warp + lane / 4;
+  const u32 vectors = smem + AT_VECTORS + lane % 4 * 32;
+  const u64 weights = Smem::desc(smem);
+  u32 output = smem + AT_OUTPUT + group * 2 * BLOCK, other = output + BLOCK;
+  Ring<STAGES, STAGE> ring(smem + AT_STAGES);
+  for (int i = 0; i < group; ++i) ring.advance(1);
+  mbar_wait(bars.weights(), 0);
+  for (int index = blockIdx.x + group * gridDim.x; index < p.grid.tiles;
+       index += CONSUMERS * gridDim.x) {
+    const Item item = Item::at(p.grid, index);
+    float weight[2], offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) weight[r] = mask_at(p.mask, p.grid, item, row + 8 * r);
+    u32 z[4 * Z_STEPS];
+    mbar_wait(bars.full(ring.index), ring.parity);
+#pragma unroll
+    for (int q = 0; q < Z_STEPS; ++q) {
+      u32 words[4];
+      ldmatrix(words, fragment(ring.stage + q / 4 * BLOCK, warp, lane, q % 4));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) z[4 * q + j] = words[j];
+    }
+    arrive_warp(bars.empty(ring.index));
+    for (int i = 0; i < CONSUMERS; ++i) ring.advance(1);
+    const Moments m = moments<Z_STEPS>(z, lane);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      offset[r] = -m.rstd[r] * m.mean[r];
+      if (lane % 4 == 0 && row + 8 * r < positions_left(p.grid, index))
+        p.stats[first_position(p.grid, index) + row + 8 * r] =
+            make_float4(m.rstd[r], offset[r], m.rstd[r] * weight[r], 0.f);
+    }
+#pragma unroll 1
+    for (int unit = 0; unit < UNITS; ++unit) {
+      float value[32], gate[32];
+      u32 out[16];
+      wgmma_fence();
+      products(value, gate, z, weights + unit * (2 * CB * BLOCK >> 4));
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(value);
+      wgmma_pin(gate);
+      gated(out, value, gate, vectors + unit * 64 * 16, m.rstd, offset, weight);
+      if (thread == 0) bulk_wait_read<1>();
+      named_sync(1 + group, 128);  // the store before the last has left this tile
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        stmatrix_trans(fragment_trans(output, warp, lane, q), out[4 * q], out[4 * q + 1],
+                       out[4 * q + 2], out[4 * q + 3]);
+      fence_async_shared();
+      named_sync(1 + group, 128);
+      if (thread == 0) send_unit(p, output, unit, item);
+      const u32 used = output;
+      output = other;
+      other = used;
+    }
+  }
+  if (thread == 0) bulk_wait<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+    tri_mul_in(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const u32 base = smem_u32(smem);
+  const Barriers bars{base + AT_BARRIERS};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbar_init(bars.full(i), 1);
+      mbar_init(bars.empty(i), 4);
+    }
+    mbar_init(bars.weights(), 1);
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const int group = warpgroup_index();
+  if (group == CONSUMERS) {
+    reg_dealloc<24>();
+    if (threadIdx.x == CONSUMERS * 128) produce(p, base, bars);
+  } else {
+    reg_alloc<CONSUMERS == 2 ? 240 : 160>();
+    consume(p, base, bars, group);
+  }
+}

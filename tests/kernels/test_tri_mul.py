@@ -1,0 +1,265 @@
+"""The multiplicative update's kernels: emulated on the CPU, compiled for Hopper, run on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulate import emulated  # noqa: E402
+
+from tpf.kernels import jit, library, reference, tri_attn, tri_mul, tri_mul_bwd  # noqa: E402
+from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication  # noqa: E402
+
+NAMES = ("update", "dz", *TriMulWeights._fields)
+LIMIT, WEIGHT_LIMIT = 1e-2, 2e-2
+"""Relative L2 error of bf16 kernels (weights: of few positions); bf16 PyTorch is at 5e-3 - 7e-3."""
+
+
+def load_check() -> ModuleType:
+    """Import benchmarks/trimul_check.py, which holds the table of cases."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "trimul_check.py"
+    spec = importlib.util.spec_from_file_location("trimul_check", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trimul_check"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+check = load_check()
+
+
+def weights(c: int, hidden: int) -> TriMulWeights:
+    def linear(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns) / columns**0.5
+
+    branches = (linear(hidden, c) for _ in range(4))
+    norm_in, norm_out = (0.3 * torch.randn(2, width) for width in (c, hidden))
+    return TriMulWeights(
+        1 + norm_in[0], norm_in[1], *branches, 1 + norm_out[0], norm_out[1],
+        linear(c, c), linear(c, hidden),
+    )  # fmt: skip
+
+
+def results(
+    z: Tensor, mask: Tensor | None, w: TriMulWeights, direction: Direction, dout: Tensor, impl: str
+) -> list[Tensor]:
+    """Return the update and all gradients through the operator's functions."""
+    leaves = [x.detach().requires_grad_() for x in (z, *w)]
+    packed = TriMulWeights(*leaves[1:])
+    out = library.multiplication(leaves[0], mask, packed, direction, impl)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def compare(z: Tensor, mask: Tensor | None, w: TriMulWeights, direction: Direction) -> None:
+    """Compare the emulated kernels with FP64."""
+    dout = torch.randn(z.shape).bfloat16()
+    with emulated():
+        got = results(z, mask, w, direction, dout, "cuda")
+    wide = TriMulWeights(*(x.double() for x in w))
+    want = results(z.double(), mask, wide, direction, dout.double(), "torch")
+    for name, x, exact in zip(NAMES, got, want, strict=True):
+        wide_result = name not in ("update", "dz")
+        assert x.dtype == (torch.float32 if wide_result else torch.bfloat16)
+        assert (x - exact).norm() <= (WEIGHT_LIMIT if wide_result else LIMIT) * exact.norm(), name
+
+
+def make_mask(kind: str | None, shape: tuple[int, ...]) -> Tensor | None:
+    if kind is None:
+        return None
+    kept = torch.rand(shape)
+    return kept > 0.3 if kind == "bool" else kept.to(getattr(torch, kind))
+
+
+# ------------------------------------------------------------------------------ on the CPU
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "c", "hidden", "direction", "mask"),
+    [
+        (2, 9, 16, 16, "incoming", "bool"),  # a and b in one unit, teams of one
+        (1, 1, 16, 16, "outgoing", None),
+        (1, 66, 16, 16, "outgoing", "float32"),  # two items a row
+        (1, 14, 64, 64, "outgoing", None),  # one pass
+        (1, 9, 64, 64, "incoming", "bfloat16"),
+        (1, 9, 128, 128, "incoming", "bool"),  # two passes, teams of two
+        pytest.param(1, 12, 128, 128, "outgoing", None, marks=pytest.mark.slow),
+        pytest.param(1, 10, 96, 96, "outgoing", "bool", marks=pytest.mark.slow),
+        pytest.param(1, 8, 48, 80, "outgoing", "bool", marks=pytest.mark.slow),
+        pytest.param(2, 7, 128, 32, "incoming", None, marks=pytest.mark.slow),
+        pytest.param(1, 65, 32, 128, "incoming", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_against_fp64(
+    b: int, n: int, c: int, hidden: int, direction: Direction, mask: str | None
+) -> None:
+    z = (torch.randn(b, n, n, c) + 0.5).bfloat16()
+    compare(z, make_mask(mask, (b, n, n)), weights(c, hidden), direction)
+
+
+def test_strides_and_a_mean_far_from_zero() -> None:
+    """A transposed slice of a wider tensor whose channels share a large offset."""
+    room = torch.full((1, 10, 10, 48), float("nan")).bfloat16()
+    z = room[..., 16:32].transpose(1, 2)
+    z.copy_(torch.randn(1, 10, 10, 16) + 30)
+    mask = make_mask("bool", (1, 10, 10))
+    assert mask is not None
+    compare(z, mask.transpose(1, 2), weights(16, 16), "outgoing")
+
+
+def test_layouts_that_the_copy_engine_cannot_read_are_copied() -> None:
+    z = torch.randn(1, 6, 6, 20).bfloat16()[..., 2:18]
+    compare(z, None, weights(16, 16), "incoming")
+    row = torch.randn(1, 1, 6, 16).bfloat16().expand(1, 6, 6, 16)
+    compare(row, None, weights(16, 16), "incoming")
+
+
+def test_autocast_and_weights_in_bf16() -> None:
+    z, w = torch.randn(1, 6, 6, 16).bfloat16(), weights(16, 16)
+    low = TriMulWeights(*(x.bfloat16() for x in w))
+    dout = torch.randn_like(z)
+    with emulated(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got = results(z, None, low, "outgoing", dout, "cuda")
+    with emulated():
+        want = results(z, None, TriMulWeights(*(x.float() for x in low)), "outgoing", dout, "cuda")
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == torch.bfloat16
+        assert torch.equal(x, y.bfloat16())
+
+
+def test_backward_repeats_bitwise_on_a_retained_graph() -> None:
+    z, w = torch.randn(1, 9, 9, 16).bfloat16().requires_grad_(), weights(16, 16)
+    with emulated():
+        out = library.multiplication(z, None, w, "outgoing", "cuda")
+        dout = torch.randn_like(out)
+        first, second = (
+            torch.autograd.grad(out, [z], dout, retain_graph=True)[0] for _ in range(2)
+        )
+    assert torch.equal(first, second)
+
+
+def test_fake_tensors_have_the_shapes_of_the_kernels() -> None:
+    z, w = torch.randn(1, 9, 9, 16).bfloat16(), weights(16, 32)
+    with emulated():
+        _, saved = tri_mul.tri_mul_fwd(z, None, w, "outgoing")
+    for x, like in zip(saved, tri_mul.saved_like(z, 32), strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
+
+
+@pytest.mark.parametrize(
+    ("c", "hidden", "message"),
+    [(24, 16, "the z has 24 channels"), (16, 144, "hidden layer has 144 channels"),
+     (16, 16, "z is on cpu")],
+)  # fmt: skip
+def test_unsupported_inputs_are_named(c: int, hidden: int, message: str) -> None:
+    z = torch.zeros(1, 4, 4, c, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        triangle_multiplication(z, None, weights(c, hidden), "outgoing", impl="cuda")
+    out = triangle_multiplication(z, None, weights(c, hidden), "outgoing")
+    assert out.shape == z.shape
+
+
+# -------------------------------------------------------------------------------- compiled
+
+REASON = jit.compiler_available()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPF_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+def compiled_variants() -> list[Any]:
+    found = []
+    for c, hidden in ((128, 128), (64, 64), (32, 32), (96, 96), (16, 128), (128, 32), (48, 80)):
+        sizes = tri_mul.Sizes(c, hidden)
+        variants = tri_mul.forward_variants(sizes) | tri_mul_bwd.backward_variants(sizes)
+        marks = [] if c == hidden and c % 64 == 0 else [pytest.mark.slow]
+        for name, variant in variants.items():
+            found.append(pytest.param(variant, marks=marks, id=f"{name}-{c}-{hidden}"))
+    return found
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("variant", compiled_variants())
+def test_compiles_without_spills(variant: tri_mul.Variant) -> None:
+    binary = jit.build(variant.name, variant.defines)
+    assert binary.spill_bytes == 0, binary.log
+    assert 0 < binary.registers <= 65536 // variant.threads // 8 * 8, binary.log
+    assert not [w for w in binary.warnings if "serializ" in w.lower()], binary.log
+    assert variant.shared <= tri_attn.MAX_SHARED
+
+
+# --------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", check.cases(), ids=str)
+def test_case_on_gpu(case: Any) -> None:
+    assert not check.failed(case, check.check_case(case))
+
+
+@pytest.mark.gpu
+def test_many_calls_agree_bitwise() -> None:
+    """A stage released too early shows in one row of many thousands."""
+    case = check.Case(640, 128, 128)
+    inputs = check.make(case)
+    first = check.run(check.ours, inputs, "outgoing")
+    for _ in range(10):
+        again = check.run(check.ours, inputs, "outgoing")
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_opcheck_and_compile_on_gpu() -> None:
+    inputs = check.make(check.Case(70, 64, 64, mask="bool"))
+    leaves = [x.requires_grad_() for x in inputs.weights]
+    args = (inputs.z, inputs.mask, leaves, "incoming", "cuda")
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(library.tri_mul_fwd, args, test_utils=utils)
+    compiled = torch.compile(check.ours, fullgraph=True)
+    want = check.run(check.ours, inputs, "incoming")
+    got = check.run(compiled, inputs, "incoming")
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_autocast_with_fp32_parameters_takes_the_kernels() -> None:
+    inputs = check.make(check.Case(130, 128, 128))
+    want = check.run(check.ours, inputs, "outgoing")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        got = check.run(triangle_multiplication, inputs, "outgoing")
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits_on_gpu() -> None:
+    n, c = 4200, 128  # more than 2**31 elements
+    inputs = check.make(check.Case(n, c, 16))
+    out = check.ours(inputs.z, None, inputs.weights, "outgoing")
+    rows = slice(n - 64, n)
+    w = TriMulWeights(*(x.float() for x in inputs.weights))
+    zn = torch.nn.functional.layer_norm(
+        inputs.z.float(), (c,), w.layer_norm_in_weight, w.layer_norm_in_bias
+    )
+    a = (zn[:, rows] @ w.linear_a_p.mT) * (zn[:, rows] @ w.linear_a_g.mT).sigmoid()
+    b = (zn @ w.linear_b_p.mT) * (zn @ w.linear_b_g.mT).sigmoid()
+    x = torch.einsum("zikh,zjkh->zijh", a, b)
+    xn = torch.nn.functional.layer_norm(
+        x, (16,), w.layer_norm_out_weight, w.layer_norm_out_bias, reference.LAYER_NORM_EPS
+    )
+    exact = (zn[:, rows] @ w.linear_g.mT).sigmoid() * (xn @ w.linear_z.mT)
+    assert check.relative(out[:, rows], exact) < LIMIT

@@ -1,0 +1,106 @@
+"""Launches of the transition kernels, ``kernels/pair_transition_*.cu``: products with activation.
+
+They take 64 or 128 channels and a hidden layer of whole slices of 64 units (``fits``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from tpf.kernels import jit, tma, tri_attn
+from tpf.kernels.tma import TensorMap
+
+TILE = 64
+"""Rows of a warpgroup, units of a slice, channels of a swizzle atom."""
+BLOCK_ROWS = 2 * TILE
+THREADS = 384
+TILE_BYTES = 128 * TILE
+CHANNELS = (64, 128)
+
+_I32, _POINTER = ctypes.c_int32, ctypes.c_void_p
+_SIZES = [(name, _I32) for name in ("count", "slices", "tiles")]
+_ForwardParams = tma.params_type(
+    "_ForwardParams",
+    [
+        *((name, TensorMap) for name in ("rows", "w_in", "w_out")),
+        *((name, _POINTER) for name in ("x", "keep", "out")),
+        *_SIZES,
+    ],
+)
+_BackwardParams = tma.params_type(
+    "_BackwardParams",
+    [
+        *((name, TensorMap) for name in ("rows", "dout", "w_in", "w_out", "dhidden", "product")),
+        *((name, _POINTER) for name in ("keep", "drows")),
+        *_SIZES,
+    ],
+)
+
+
+def fits(channels: int, expanded: int) -> bool:
+    """Return whether the kernels take this many channels and hidden units."""
+    return channels in CHANNELS and expanded > 0 and expanded % TILE == 0
+
+
+def defines(channels: int, backward: bool) -> dict[str, int]:
+    """Return the constants of a variant: ring lengths, tiles in shared memory, its size."""
+    blocks = channels // TILE
+    stages, buffers, sources, staging = (2, 1, 2, 3) if backward else (3, 2, 1, 0)
+    if blocks == 1:
+        stages, buffers = 2 * stages, 2
+    tiles = stages * 3 * blocks + 2 * (buffers * sources * blocks + staging)
+    return {
+        "TPF_CHANNELS": channels,
+        "TPF_STAGES": stages,
+        "TPF_BUFFERS": buffers,
+        "TPF_SOURCES": sources,
+        "TPF_STAGING": staging,
+        "TPF_SHARED": 1024 + tiles * TILE_BYTES + 16 * (stages + 2 * buffers),
+    }
+
+
+def _map(x: Tensor, rows: int = TILE) -> TensorMap:
+    return tma.tensor_map(x, (rows, TILE), 2 * TILE)
+
+
+def _launch(name: str, channels: int, count: int, params: ctypes.Structure, like: Tensor) -> None:
+    device = tri_attn.device_index(like)
+    variant = defines(channels, name == "pair_transition_bwd")
+    kernel = jit.load(name, variant, device, variant["TPF_SHARED"])
+    blocks = min(-(-count // BLOCK_ROWS), tri_attn.processors(device))
+    kernel.launch((blocks, 1, 1), THREADS, params, tri_attn.raw_stream(device))
+
+
+def transition_forward(
+    x: Tensor, normed: Tensor, keep: Tensor, w_in: Tensor, w_out: Tensor, out: Tensor
+) -> None:
+    """Write out = x + keep * (silu(normed w_a^T) * normed w_b^T) w_out^T.
+
+    x, normed, out [M, C], keep bool [M], w_in [2 E, C] = [w_a; w_b], w_out [C, E]; all dense BF16.
+    """
+    count, channels = x.shape
+    params = _ForwardParams(
+        _map(normed), _map(w_in), _map(w_out, channels),
+        x.data_ptr(), keep.data_ptr(), out.data_ptr(),
+        count, w_out.shape[1] // TILE, -(-count // BLOCK_ROWS),
+    )  # fmt: skip
+    _launch("pair_transition_fwd", channels, count, params, x)
+
+
+def transition_backward(
+    normed: Tensor, dout: Tensor, keep: Tensor, w_in: Tensor, w_out: Tensor,
+    dhidden: Tensor, product: Tensor, dnormed: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of [a | b] [M, 2 E] and of ``normed``, and keep * silu(a) b [M, E].
+
+    Operands as in ``transition_forward``; all dense BF16.
+    """
+    count, channels = normed.shape
+    params = _BackwardParams(
+        _map(normed), _map(dout), _map(w_in), _map(w_out, channels), _map(dhidden), _map(product),
+        keep.data_ptr(), dnormed.data_ptr(),
+        count, w_out.shape[1] // TILE, -(-count // BLOCK_ROWS),
+    )  # fmt: skip
+    _launch("pair_transition_bwd", channels, count, params, normed)
