@@ -23,13 +23,11 @@ constexpr int kStaged = kD == 64 ? 1 : 2;  // tiles of dQ that a warpgroup store
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kPairBytes = kConsumers * kSliceBytes;
 constexpr int kSumBytes = kTile * kTile * 4;
-constexpr int kSumHalf = kSumBytes / 2;
-constexpr bool kLater = kD < 64;  // sums leave under the next tile; shared memory permitting
 constexpr int kResident = kStages * kPairBytes;
 constexpr int kStaging = kResident + kG * kPairBytes;
 constexpr int kBias = kStaging + kConsumers * kStaged * kOperandBytes;
 constexpr int kExchange = kBias + kBiasBytes;
-constexpr int kOnes = kExchange + (kLater ? 2 : 1) * kSumBytes;
+constexpr int kOnes = kExchange + kSumBytes;
 constexpr int kZeros = kOnes + kFoldBytes;
 constexpr int kBarriers = kZeros + kFoldBytes;
 constexpr int kSmemBytes = kBarriers + 16 * (kStages + kG + 2) + 1024;
@@ -132,67 +130,40 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
-// The tile of the strip to which the sums in the exchange belong.
-struct Pending {
-  float* tile;  // none: null
-  bool fresh;
-};
-
-DEV uint4 floats(const float* x) {
-  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                    __float_as_uint(x[3]));
-}
-
-// Write the sums of this warpgroup over its last ones in the exchange (kD = 64: only the half that
-// the other one sends off).
-DEV void give_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int warpgroup,
-                   int thread) {
-  mbar_wait(bars.sent(0), parity);
-  mbar_wait(bars.sent(1), parity);
-  if constexpr (kLater) {
-    const u32 own = exchange + warpgroup * kSumBytes + thread * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sts128(own + i * 2048, floats(sum + 4 * i));
-  } else {
-    const u32 other = exchange + (1 - warpgroup) * kSumHalf + thread * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 low = floats(sum + 4 * i), high = floats(sum + 16 + 4 * i);
-      sts128(other + i * 2048, warpgroup == 0 ? high : low);
-    }
-  }
-  named_arrive(3 + warpgroup, 128 * kConsumers);
-}
-
-// Add both warpgroups' sums of half a tile and send the result to the strip.
-DEV void take_sums(const float (&sum)[32], u32 exchange, int warpgroup, int thread,
-                   Pending pending) {
-  const u32 from = exchange + warpgroup * (kLater ? kSumBytes + kSumHalf : kSumHalf);
-  const u32 other = kLater ? exchange + (1 - warpgroup) * kSumBytes + warpgroup * kSumHalf : from;
-  named_sync(4 - warpgroup, 128 * kConsumers);
+// Add the sums of both warpgroups to a tile of the strip: each writes one half for the other to the
+// exchange, adds the other half and sends the result off.
+template <int kOwn>
+DEV void send_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread,
+                   float* tile, bool fresh) {
+  constexpr int kHalf = kSumBytes / 2;
+  const u32 own = exchange + kOwn * kHalf + thread * 16;
+  const u32 other = exchange + (1 - kOwn) * kHalf + thread * 16;
+  mbar_wait(bars.sent(1 - kOwn), parity);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const u32 at = thread * 16 + i * 2048;
-    const uint4 y = lds128(other + at);
-    uint4 x = floats(sum + 4 * i);
-    if constexpr (kLater)
-      x = lds128(from + at);
-    else if (warpgroup == 1)
-      x = floats(sum + 16 + 4 * i);
-    const float total[4] = {__uint_as_float(x.x) + __uint_as_float(y.x),
-                            __uint_as_float(x.y) + __uint_as_float(y.y),
-                            __uint_as_float(x.z) + __uint_as_float(y.z),
-                            __uint_as_float(x.w) + __uint_as_float(y.w)};
-    sts128(from + at, floats(total));
+    const float* x = sum + (1 - kOwn) * 16 + 4 * i;
+    sts128(other + i * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  named_sync(3, 128 * kConsumers);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* x = sum + kOwn * 16 + 4 * i;
+    const uint4 y = lds128(own + i * 2048);
+    sts128(own + i * 2048, make_uint4(__float_as_uint(x[0] + __uint_as_float(y.x)),
+                                      __float_as_uint(x[1] + __uint_as_float(y.y)),
+                                      __float_as_uint(x[2] + __uint_as_float(y.z)),
+                                      __float_as_uint(x[3] + __uint_as_float(y.w))));
   }
   fence_async_shared();  // the copy below reads through the async proxy
-  named_sync(1 + warpgroup, 128);
+  named_sync(1 + kOwn, 128);
   if (thread == 0) {
-    void* to = reinterpret_cast<unsigned char*>(pending.tile) + warpgroup * kSumHalf;
-    if (pending.fresh)
-      bulk_store(to, from, kSumHalf);
+    void* to = reinterpret_cast<unsigned char*>(tile) + kOwn * kHalf;
+    const u32 from = exchange + kOwn * kHalf;
+    if (fresh)
+      bulk_store(to, from, kHalf);
     else
-      bulk_reduce_add_f32(to, from, kSumHalf);
+      bulk_reduce_add_f32(to, from, kHalf);
     bulk_commit();
   }
 }
@@ -222,8 +193,7 @@ DEV void store_queries(const Params& p, const Item& item, const float (&dq)[kG][
 
 // Step i = (key tile, slice g). Under the exponentials of S(i) the tensor cores work on dP(i), the
 // product with dS of step i - 1 and, if kAhead, S(i + 1). Else this comes as soon as P is consumed,
-// under the rounding and summing of dS. With kLater the sums of a tile are sent off under
-// the first exponentials of the next, so that no warpgroup waits for the other.
+// under the rounding and summing of dS.
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
   u32 item_parity = 0, tile_parity = 0;
@@ -238,7 +208,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
   const u64 ones = fold_descriptor(smem + kOnes);
   const u32 never = static_cast<u32>(p.tokens) >> 31;  // 0, but the compiler cannot know
   float s[kBuffers][32], dp[32], sum[32];
-  Pending pending = {nullptr, false};
   int index = first_item(p, blockIdx.x);
   mbar_wait(bars.resident_full(0), 0);
   mbar_wait(bars.full(0), 0);
@@ -291,8 +260,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         if constexpr (kSplit) accumulate_tokens(dq[before], rest, last_k, 1);
         if constexpr (kAhead) next_scores();
         wgmma_commit();
-        if (kLater && g == 0 && pending.tile != nullptr)
-          take_sums(sum, smem + kExchange, warpgroup, thread, pending);
         wide_exponentials(now, bias, p.scale2);
         keep_order(now, full, parity);
         wgmma_wait<0>();
@@ -318,12 +285,7 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
         if (g == kWaitStep && thread == 0) {
-          bulk_wait_read<0>();
-          // A tile of the strip comes again after all others: its last sums are complete by then.
-          if (tiles > 2)
-            bulk_wait<2>();
-          else
-            bulk_wait<0>();
+          bulk_wait<0>();  // complete: the sums of the next item come after these
           mbar_arrive(bars.sent(warpgroup));
         }
         if constexpr (!kAhead) {
@@ -331,9 +293,10 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           wgmma_wait<0>();
         }
       }
-      give_sums(sum, smem + kExchange, bars, tile_parity, warpgroup, thread);
-      pending = {to, item.fresh};
-      if constexpr (!kLater) take_sums(sum, smem + kExchange, warpgroup, thread, pending);
+      if (warpgroup == 0)
+        send_sums<0>(sum, smem + kExchange, bars, tile_parity, thread, to, item.fresh);
+      else
+        send_sums<1>(sum, smem + kExchange, bars, tile_parity, thread, to, item.fresh);
       tile_parity ^= 1;
     }
     wgmma_fence();
@@ -345,8 +308,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     store_queries(p, item, dq, staging, warpgroup, thread);
     item_parity ^= 1;
   }
-  if (kLater && pending.tile != nullptr)
-    take_sums(sum, smem + kExchange, warpgroup, thread, pending);
   if (thread == 0) bulk_wait<0>();
 }
 

@@ -24,6 +24,8 @@ import torch
 from tpf.errors import HardwareError
 
 ARCH = "sm_90a"
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: no context is current in the calling thread."""
 BASE_OPTIONS = (
     f"--gpu-architecture={ARCH}",
     "--std=c++17",
@@ -180,12 +182,22 @@ def build(name: str, defines: Defines) -> Binary:
     return binary
 
 
+def make_current(device: int) -> None:
+    """Make the primary context of a device current in this thread.
+
+    A thread of autograd may come to a launch before it has called the CUDA runtime.
+    """
+    driver, _ = _bindings()
+    context = _check(driver.cuDevicePrimaryCtxRetain(device), f"the context of GPU {device}")
+    _check((*driver.cuCtxSetCurrent(context), None), f"making GPU {device} current")
+
+
 class Kernel:
     """A kernel on one device; a launch allocates, compiles and synchronises nothing."""
 
     def __init__(self, binary: Binary, device: int, shared_bytes: int) -> None:
         self._driver, _ = _bindings()
-        driver = self._driver
+        driver, self._device = self._driver, device
         self.name = binary.name
         self._shared_bytes = shared_bytes
         self._library = _check(
@@ -216,9 +228,11 @@ class Kernel:
         """Launch on a raw stream with one by-value parameter; shared memory as at load."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         shared = self._shared_bytes if shared_bytes is None else shared_bytes
-        result = self._driver.cuLaunchKernel(
-            self._function, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0
-        )
+        arguments = (*grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)
+        result = self._driver.cuLaunchKernel(self._function, *arguments)
+        if int(result[0]) == NO_CONTEXT:
+            make_current(self._device)
+            result = self._driver.cuLaunchKernel(self._function, *arguments)
         if int(result[0]) != 0:
             raise HardwareError(f"launching {self.name} with grid {grid} failed: {result[0]!r}")
 

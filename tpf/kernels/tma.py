@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tpf.errors import HardwareError
+from tpf.kernels import jit
 
 MAP_BYTES = 128
 _DATA_TYPES = {torch.bfloat16: (9, 2), torch.float32: (7, 4)}
@@ -56,7 +57,7 @@ def _encode(
     rank = len(shape)
     storage = ctypes.create_string_buffer(MAP_BYTES + 64)
     aligned = (ctypes.addressof(storage) + 63) & ~63
-    result = _encoder()(
+    arguments = (
         ctypes.c_void_p(aligned),
         ctypes.c_int(_DATA_TYPES[dtype][0]),
         ctypes.c_uint32(rank),
@@ -70,6 +71,10 @@ def _encode(
         ctypes.c_int(_L2_PROMOTION_128B),
         ctypes.c_int(0),
     )
+    result = _encoder()(*arguments)
+    if result == jit.NO_CONTEXT:
+        jit.make_current(torch.cuda.current_device())
+        result = _encoder()(*arguments)
     if result != 0:
         raise HardwareError(
             f"cuTensorMapEncodeTiled returned {result} for pointer {pointer:#x}, shape {shape}, "

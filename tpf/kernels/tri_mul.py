@@ -155,24 +155,30 @@ class Variant(NamedTuple):
 def forward_variants(sizes: Sizes) -> dict[str, Variant]:
     """Return the kernels of the forward for these sizes."""
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
-    consumers = FORWARD_CONSUMERS
-    threads = 128 * (consumers + 1)
-    weights = sizes.units * (2 * sizes.c_tiles * TILE_BYTES + 64 * 16)
-    stages, in_bytes = fit_stages(
-        weights + consumers * 2 * TILE_BYTES, sizes.c_tiles * TILE_BYTES, 16
-    )
-    main = shared | {"CONSUMERS": consumers, "STAGES": stages, "SHARED_BYTES": in_bytes}
-    found = {
+    in_fixed = sizes.units * (2 * sizes.c_tiles * TILE_BYTES + 64 * 16)
+    out_fixed = sizes.out_weights + sizes.c_tiles * 64 * 16
+    out_stage = (sizes.c_tiles + sizes.hidden_tiles) * TILE_BYTES
+    return {
         PACK: Variant(PACK, shared, 256, 0),
-        IN: Variant(IN, main, threads, in_bytes),
+        IN: _forward_variant(IN, shared, in_fixed, 2, sizes.c_tiles * TILE_BYTES),
+        OUT: _forward_variant(OUT, shared, out_fixed, sizes.c_tiles, out_stage),
     }
-    weights = sizes.out_weights + sizes.c_tiles * 64 * 16
-    stage = (sizes.c_tiles + sizes.hidden_tiles) * TILE_BYTES
-    stages, out_bytes = fit_stages(weights + consumers * sizes.c_tiles * TILE_BYTES, stage, 16)
-    found[OUT] = Variant(
-        OUT, main | {"STAGES": stages, "SHARED_BYTES": out_bytes}, threads, out_bytes
-    )
-    return found
+
+
+def _forward_variant(
+    name: str, shared: dict[str, int], fixed: int, outputs: int, stage: int
+) -> Variant:
+    """Return the kernel with three consumers, or two if three stages do not fit.
+
+    fixed: bytes of the weights; outputs: output tiles of a consumer. Consumers take stages in turn,
+    so that with fewer stages than consumers one would wait for a lap that has not begun.
+    """
+    for consumers in (FORWARD_CONSUMERS, 2):
+        stages, size = fit_stages(fixed + consumers * outputs * TILE_BYTES, stage, 16)
+        if stages >= consumers:
+            break
+    found = shared | {"CONSUMERS": consumers, "STAGES": stages, "SHARED_BYTES": size}
+    return Variant(name, found, 128 * (consumers + 1), size)
 
 
 def grid_of(z: Tensor) -> Grid:
