@@ -9,7 +9,7 @@
 //   query row  (l0, l1, l2, d0, d1, d2, 1, 0)  l = -lse / scale2, d = -delta, three bf16 terms each
 //   key, S     (1,  1,  1,  0,  0,  0,  m, 0)  m = 0, or -huge for a dropped key
 //   key, dP    (0,  0,  0,  1,  1,  1,  0, 0)
-// The k16 step that multiplies them reads its upper eight channels as zeros from registers.
+// The k16 step that multiplies them reads its upper eight channels as zeros.
 #pragma once
 #include "tile.cuh"
 
@@ -34,3 +34,11 @@ DEV int fragment_index(int i, int thread) {
 
 // bf16 bits of the fold value that makes every score of a row or key vanish: exp2(-huge) = 0.
 DEV u32 dropped(float scale2) { return scale2 > 0 ? 0xF149u : 0x7149u; }
+
+// Write element `at` of the gradient of the bias.
+DEV void store_dbias(unsigned char* dbias, i64 at, float x) {
+  if constexpr (kWideBias)
+    reinterpret_cast<float*>(dbias)[at] = x;
+  else
+    reinterpret_cast<u16*>(dbias)[at] = to_bf16(x);
+}

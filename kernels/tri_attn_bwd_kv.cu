@@ -44,20 +44,16 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   for (int job = blockIdx.x; job < p.jobs; job += gridDim.x) {
     const Job j = decode_job(p, job);
     const u32 resident = smem + kStages * kStageBytes + slot.index * kResidentBytes;
+    const u32 ready = bars.resident_full(slot.index);
     mbar_wait(bars.resident_empty(slot.index), slot.parity ^ 1);
-    mbar_expect(bars.resident_full(slot.index), kResidentBytes);
+    mbar_expect(ready, kResidentBytes);
     for (int g = 0; g < kG; ++g) {
-      const int slice = j.group * kG + g;
-      const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
+      const int slice = j.group * kG + g, inside = min(slice, p.outer - 1);
       for (int w = 0; w < kConsumers; ++w) {
-        const int tile = j.block * kConsumers + w, key = tile * kTile;
-        tma_load(resident_tile(resident, g, 0, w), &p.k, bars.resident_full(slot.index), 0, key,
-                 j.head, slice, j.batch);
-        tma_load(resident_tile(resident, g, 1, w), &p.v, bars.resident_full(slot.index), 0, key,
-                 j.head, slice, j.batch);
-        bulk_load(resident_tile(resident, g, 2, w),
-                  p.key_fold + key_fold_index(p, j.batch, inside, tile) * 16, kFoldBytes,
-                  bars.resident_full(slot.index));
+        const int tile = j.block * kConsumers + w;
+        load_rows(resident_tile(resident, g, 0, w), ready, &p.k, &p.v,
+                  p.key_fold + key_fold_index(p, j.batch, inside, tile) * 16,
+                  {tile, j.head, slice, j.batch});
       }
     }
     slot.advance();
@@ -72,13 +68,10 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
                                   kBiasBytes,
                   kBiasBytes, full);
       for (int g = 0; g < kG; ++g, to += kSliceBytes) {
-        const int slice = j.group * kG + g;
-        const int inside = min(slice, p.outer - 1);
-        tma_load(to, &p.q, full, 0, tile * kTile, j.head, slice, j.batch);
-        tma_load(to + kOperandBytes, &p.dout, full, 0, tile * kTile, j.head, slice, j.batch);
-        bulk_load(to + 2 * kOperandBytes,
-                  p.row_fold + row_fold_index(p, j.batch, inside, j.head, tile) * 16, kFoldBytes,
-                  full);
+        const int slice = j.group * kG + g, inside = min(slice, p.outer - 1);
+        load_rows(to, full, &p.q, &p.dout,
+                  p.row_fold + row_fold_index(p, j.batch, inside, j.head, tile) * 16,
+                  {tile, j.head, slice, j.batch});
       }
       ring.advance();
     }

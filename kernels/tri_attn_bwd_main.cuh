@@ -20,11 +20,10 @@ struct Params {
   const int* order;              // items of the blocks of tri_attn_bwd_q_bias
   int tokens, tiles, blocks;     // N; 64-token tiles (even); 128-token blocks
   int heads, outer, batch;
-  int groups, group;      // slices [i * group, i * group + group) form group i
-  int jobs, first_group;  // jobs of this launch; its groups start here (paper)
-  int whole_tiles;        // dbias: 128 x 128 tiles that one job sums over all slices
-  int key_fold_stride;    // rows of a slice in key_fold; 0 without a mask
-  float scale, scale2;    // scale2 = scale * log2(e), never 0
+  int groups, jobs;              // groups of slices, and jobs or items of this launch
+  int first_group;               // of this launch (paper)
+  int key_fold_stride;           // rows of a slice in key_fold; 0 without a mask
+  float scale, scale2;           // scale2 = scale * log2(e), never 0
 };
 
 // One (block, head, slice group) of a persistent loop; block runs fastest.
@@ -53,6 +52,21 @@ DEV i64 key_fold_index(const Params& p, int batch, int slice, int tile) {
 }
 DEV i64 bias_tile_index(const Params& p, int batch, int head, int row_tile, int col_tile) {
   return ((static_cast<i64>(batch) * p.heads + head) * p.tiles + row_tile) * p.tiles + col_tile;
+}
+
+// A tile of rows of one slice.
+struct Rows {
+  int tile, head, slice, batch;
+};
+
+// Load the rows of two operands and their fold. The copy engine clips by itself, but the fold must
+// exist.
+DEV void load_rows(u32 to, u32 full, const TensorMap* first, const TensorMap* second,
+                   const unsigned char* fold, Rows rows) {
+  tma_load(to, first, full, 0, rows.tile * kTile, rows.head, rows.slice, rows.batch);
+  tma_load(to + kOperandBytes, second, full, 0, rows.tile * kTile, rows.head, rows.slice,
+           rows.batch);
+  bulk_load(to + 2 * kOperandBytes, fold, kFoldBytes, full);
 }
 
 // Position in a ring of stages: index and the parity of its current lap.
@@ -91,22 +105,7 @@ DEV u64 further_operand(u64 descriptor, int bytes) {
   return descriptor + steps - (steps << 16);
 }
 
-// Fragments of the key folds as the A operand: pair (2t, 2t + 1) of the eight channels, t = lane
-// % 4.
-DEV u32 key_fold_s(int t, u32 mask_word) {
-  return t == 0 ? 0x3F803F80u : t == 1 ? 0x00003F80u : t == 2 ? 0u : mask_word;
-}
-DEV u32 key_fold_dp(int t) { return t == 1 ? 0x3F800000u : t == 2 ? 0x3F803F80u : 0u; }
-
-// acc[64 x 64] = A . B^T over the channels, both operands in shared memory, plus the fold step.
-DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, const u32* fold_a, u64 fold_b) {
-#pragma unroll
-  for (int step = 0; step < kD / 16; ++step)
-    wgmma_ss<0, 0>(acc, a + step * Operand::STEP_COLS, b + step * Operand::STEP_COLS, step > 0);
-  wgmma_rs<0>(acc, fold_a[0], fold_a[1], 0, 0, fold_b, 1);
-}
-
-// The same with the fold of A in shared memory.
+// acc[64 x 64] = A . B^T over the channels, plus the fold step; all operands in shared memory.
 DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, u64 fold_a, u64 fold_b) {
 #pragma unroll
   for (int step = 0; step < kD / 16; ++step)

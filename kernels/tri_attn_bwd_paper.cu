@@ -5,9 +5,9 @@
 // memory for one bf16 dQ partial per key tile. The dS of the slices are added in a fixed fp32 tree,
 // (0 + 1) + (2 + 3), into one bf16 dbias partial per group. kG is 4, but 2 at kD = 64 for want of
 // registers.
-//   producer   warpgroup 2, one thread: K, V of the job, then per query tile bias and 4 x (Q, dO,
-//   fold) smem       kStages x {bias, 4 x (Q, dO, fold)}, 4 x (K, V), 2 x {dS, dQ, fp32 sum},
-//   barriers
+//   producer   warpgroup 2, one thread: K, V of the job, then per query tile bias, Q, dO, fold
+//   consumers  warpgroups 0, 1: kG / 2 slices each
+//   smem       kStages x {bias, kG x {Q, dO, fold}}, kG x {K, V}, 2 x {dS, dQ, fp32 sum}, barriers
 #include "tri_attn_bwd_main.cuh"
 
 // For ablation only, and not deterministic: add dQ to fp32 sums by atomics, element by element (1)
@@ -37,6 +37,21 @@ struct Barriers {
   __device__ u32 resident_empty() const { return base + 16 * kStages + 8; }
 };
 
+// Fragments of the key folds as the A operand: pair (2t, 2t + 1) of the eight channels, with
+// t = lane % 4.
+DEV u32 key_fold_s(int t, u32 mask_word) {
+  return t == 0 ? 0x3F803F80u : t == 1 ? 0x00003F80u : t == 2 ? 0u : mask_word;
+}
+DEV u32 key_fold_dp(int t) { return t == 1 ? 0x3F800000u : t == 2 ? 0x3F803F80u : 0u; }
+
+// acc[64 x 64] = A . B^T over the channels in shared memory, plus the fold step with fragments.
+DEV void product_with_fold(float (&acc)[32], u64 a, u64 b, const u32* fold_a, u64 fold_b) {
+#pragma unroll
+  for (int step = 0; step < kD / 16; ++step)
+    wgmma_ss<0, 0>(acc, a + step * Operand::STEP_COLS, b + step * Operand::STEP_COLS, step > 0);
+  wgmma_rs<0>(acc, fold_a[0], fold_a[1], 0, 0, fold_b, 1);
+}
+
 // p.blocks counts 64-key tiles here.
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
   Ring<kStages> ring;
@@ -62,13 +77,10 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
                 kBiasBytes, full);
       at += kBiasBytes;
       for (int g = 0; g < kGroup; ++g, at += kSliceBytes) {
-        const int slice = j.group * kGroup + g;
-        const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
-        tma_load(at, &p.q, full, 0, tile * kTile, j.head, slice, j.batch);
-        tma_load(at + kOperandBytes, &p.dout, full, 0, tile * kTile, j.head, slice, j.batch);
-        bulk_load(at + 2 * kOperandBytes,
-                  p.row_fold + row_fold_index(p, j.batch, inside, j.head, tile) * 16, kFoldBytes,
-                  full);
+        const int slice = j.group * kGroup + g, inside = min(slice, p.outer - 1);
+        load_rows(at, full, &p.q, &p.dout,
+                  p.row_fold + row_fold_index(p, j.batch, inside, j.head, tile) * 16,
+                  {tile, j.head, slice, j.batch});
       }
       ring.advance();
     }

@@ -42,15 +42,10 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; ++i) {
       const int key = key_tile * kTile + thread / 32 * 16 + frag_row(thread % 32, i0 + i);
       const int query = query_tile * kTile + frag_col(thread % 32, i0 + i);
-      const i64 to = base + query * p.stride[2] + key * p.stride[3];
       if (!p.last)
         p.sums[at + i] = sum[i];
-      else if (query < p.tokens && key < p.tokens) {
-        if constexpr (kWideBias)
-          reinterpret_cast<float*>(p.dbias)[to] = sum[i];
-        else
-          reinterpret_cast<u16*>(p.dbias)[to] = to_bf16(sum[i]);
-      }
+      else if (query < p.tokens && key < p.tokens)
+        store_dbias(p.dbias, base + query * p.stride[2] + key * p.stride[3], sum[i]);
     }
   }
 }

@@ -42,11 +42,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       const int query = query_tile * kTile + thread / 32 * 16 + frag_row(thread % 32, 4 * i + e);
       const int key = key_tile * kTile + frag_col(thread % 32, 4 * i + e);
       if (query >= p.tokens || key >= p.tokens) continue;
-      const i64 at = base + query * p.stride[2] + key * p.stride[3];
-      if constexpr (kWideBias)
-        reinterpret_cast<float*>(p.dbias)[at] = sum[e];
-      else
-        reinterpret_cast<u16*>(p.dbias)[at] = to_bf16(sum[e]);
+      store_dbias(p.dbias, base + query * p.stride[2] + key * p.stride[3], sum[e]);
     }
   }
 }

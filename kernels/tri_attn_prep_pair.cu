@@ -1,13 +1,11 @@
 // Bias fragments and key folds of the triangle attention backward (sm_90a).
 //
 // The bias [B, H, N, N], of any strides, is copied twice into the order in which accumulator
-// fragments hold 64 x 64 tiles: rows = queries and rows = keys. fp32 copies hold it multiplied by
-// log2(e). Ragged edges become zeros. The blocks after the bias tiles write the key folds (channel
+// fragments hold 64 x 64 tiles: rows = queries in fp32, and rows = keys in its own dtype. fp32 copies
+// hold it multiplied by log2(e). Ragged edges become zeros. The blocks after the bias tiles write the key folds (channel
 // 6 is -huge for a dropped key) and, behind the row folds, a tile of dropped rows.
 //   grid bias tiles + key blocks, 256 threads
 #include "tri_attn_bwd.cuh"
-
-constexpr bool kWideS = TPF_WIDE_S;  // the copy with rows = queries is fp32 even if the bias is not
 
 struct Params {
   const unsigned char* bias;  // bf16 or fp32
@@ -57,7 +55,7 @@ DEV void arrange_bias(const Params& p, int block) {
       s[e] = bias_bits(p, base, row, col);
       st[e] = bias_bits(p, base, col, row);
     }
-    store_group<kWideS>(p.bias_s, block, i, thread, s);
+    store_group<true>(p.bias_s, block, i, thread, s);
     store_group<kWideBias>(p.bias_st, block, i, thread, st);
   }
 }

@@ -226,7 +226,7 @@ class Kernel:
         shared_bytes: int | None = None,
     ) -> None:
         """Launch on a raw stream with one by-value parameter; shared memory as at load."""
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        pointers = ctypes.c_void_p(ctypes.addressof(params))
         shared = self._shared_bytes if shared_bytes is None else shared_bytes
         arguments = (*grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)
         result = self._driver.cuLaunchKernel(self._function, *arguments)

@@ -15,16 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, tri_attn
-from tpf.kernels.tri_attn_bwd import Call, gradient_like, in_place, target, workspace
-from tpf.kernels.tri_attn_bwd_plan import (
-    FOLD_BYTES,
-    SHARED_LIMIT,
-    THREADS,
-    TILE,
-    MainParams,
-    Problem,
-)
+from tpf.kernels import jit
+from tpf.kernels.tri_attn_bwd import Call, Inputs, filled, target, workspace
+from tpf.kernels.tri_attn_bwd_params import MainParams
+from tpf.kernels.tri_attn_bwd_plan import FOLD_BYTES, SHARED_LIMIT, THREADS, TILE, Problem
 
 GROUP = {16: 4, 32: 4, 64: 2}
 """Slices of a thread block, by padded head width."""
@@ -172,25 +166,21 @@ def tri_attn_bwd_paper(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dbias) by the paper's algorithm; arguments as ``tri_attn_bwd``."""
     b, o, h, n, d = q.shape
-    dq, dbias = gradient_like(q), gradient_like(bias)
-    vector = d in (16, 32, 64) and in_place(dout) and in_place(out)
-    call = Call(q, bias, scale, vector=vector, masked=mask is not None)
-    aligned = d % 8 == 0 and in_place(dq)
-    kernels = _kernels(call.plan.problem, call.plan.device, aligned, atomic)
-    call.prepare(bias, mask, (out, lse, residual), dout)
-    inputs = [x if in_place(x) else tri_attn.mapped(x) for x in (q, k, v, dout)]
-    targets = [target(x) for x in (k, v)]
+    call = Call(Inputs(q, k, v, bias, mask, out, lse, residual, dout), scale)
+    plan = call.plan
+    dq = q.new_empty_strided(q.shape, plan.gradients[0].strides)
+    dk, dv = (target(x, g) for x, g in zip((k, v), plan.gradients[1:], strict=True))
+    dbias = bias.new_empty_strided(bias.shape, plan.dbias.strides)
+    vector = d % 8 == 0 and plan.gradients[0].direct
+    kernels = _kernels(plan.problem, plan.device, vector, atomic)
+    call.prepare()
     if atomic.dq == "no":
         partial = store = q.new_empty((-(-n // TILE) * b, o, h, n, d + -d % 8))
     else:
-        partial, store = q.new_zeros((b, o, h, n, call.plan.problem.width), dtype=torch.float32), dq
-    maps = [
-        call.plan.encode(x)
-        for x in (*inputs, store if in_place(store) else inputs[0], *(x for _, x in targets))
-    ]
-    params = call.main_params(maps)
+        partial = q.new_zeros((b, o, h, n, plan.problem.width), dtype=torch.float32)
+        store = call.operands[0][0]  # not written: dQ has no map
+    params = call.main_params(store, dk[1], dv[1])
     params.dq_sum = partial.data_ptr()
     _main(call, kernels, params, dbias, atomic)
     _sum_dq(call, kernels[SUM_DQ], partial, dq)
-    dk, dv = (g if g is x else g.copy_(x[..., :d]) for g, x in targets)
-    return dq, dk, dv, dbias
+    return dq, filled(*dk), filled(*dv), dbias

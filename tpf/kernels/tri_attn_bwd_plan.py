@@ -1,10 +1,9 @@
-"""Sizes, tile choice, parameter structures and plans of the attention backward."""
+"""Sizes, tile choice and plans of the attention backward."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,36 +11,35 @@ import torch
 from torch import Tensor
 
 from tpf.kernels import jit, tma, tri_attn
+from tpf.kernels.reference import empty_dense_like
 from tpf.kernels.tma import TensorMap
+from tpf.kernels.tri_attn_bwd_params import MainParams, PairParams, RowParams, StripParams
+from tpf.kernels.tri_attn_bwd_walk import Walk
 
 TILE = 64
 BLOCK = 128
-BLOCK_BYTES = BLOCK * BLOCK * 4
-"""Size of one partial of dbias: 128 x 128 FP32."""
 THREADS = 384
+"""Threads of a main kernel."""
+SMALL_THREADS = 256
+"""Threads of the other kernels."""
 FOLD_BYTES = 16
 SHARED_LIMIT = 232448
 MAX_STAGES = 4
-MAX_PAIR_STAGES = 8  # in the two-pass dQ kernel a stage holds one step of both warpgroups
-PARTIAL_SLOTS = 768
-"""Most partials of dbias (48 MiB)."""
+MAX_PAIR_STAGES = 8  # in the dQ kernel a stage holds one step of both warpgroups
 MAPS_KEPT = 4096
 """Tensor maps that a plan remembers."""
 
-KV, Q, BIAS = "tri_attn_bwd_kv", "tri_attn_bwd_q", "tri_attn_bwd_bias"
-Q_BIAS = "tri_attn_bwd_q_bias"
+KV, Q_BIAS, STRIPS = "tri_attn_bwd_kv", "tri_attn_bwd_q_bias", "tri_attn_bwd_strips"
 PREP_ROWS, PREP_PAIR = "tri_attn_prep_rows", "tri_attn_prep_pair"
-REDUCE, STRIPS = "tri_attn_bwd_reduce", "tri_attn_bwd_strips"
-
-PASSES = 2
-"""2: dbias is summed where dQ is; 3: in a pass of its own."""
+MAIN = (KV, Q_BIAS)
+"""The main kernels in the order in which they run."""
 
 
 class Tuning(NamedTuple):
     """How a main kernel runs.
 
     A warpgroup takes that many slices at a time; split keeps the low bits of dS; ahead computes the
-    scores of the next step under the exponentials of this one (always in the three-pass dQ kernel).
+    scores of the next step under the exponentials of this one.
     """
 
     slices: int
@@ -50,78 +48,14 @@ class Tuning(NamedTuple):
 
 
 TUNING = {
-    (KV, 16): Tuning(2, False, True), (KV, 32): Tuning(2, False, True),
+    (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True),
     (KV, 64): Tuning(1, False, True),
-    (Q, 16): Tuning(4, True), (Q, 32): Tuning(2, True), (Q, 64): Tuning(1, True),
     (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
     (Q_BIAS, 64): Tuning(2, True),
-    (BIAS, 16): Tuning(1, False), (BIAS, 32): Tuning(1, False), (BIAS, 64): Tuning(1, False),
 }  # fmt: skip
 """By kernel and padded head width. A kernel has 240 registers a thread to spend on these."""
-
-
-class MainParams(ctypes.Structure):
-    """``Params`` of tri_attn_bwd.cuh."""
-
-    _fields_ = [
-        *((name, TensorMap) for name in ("q", "k", "v", "dout", "dq", "dk", "dv")),
-        *((name, ctypes.c_void_p) for name in ("row_fold", "key_fold", "bias_s", "bias_st")),
-        *((name, ctypes.c_void_p) for name in ("dbias_partial", "dq_sum", "order")),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "blocks", "heads", "outer")),
-        *((name, ctypes.c_int) for name in ("batch", "groups", "group", "jobs", "first_group")),
-        *((name, ctypes.c_int) for name in ("whole_tiles", "key_fold_stride")),
-        *((name, ctypes.c_float) for name in ("scale", "scale2")),
-        ("padding", ctypes.c_uint32 * 4),
-    ]
-
-
-class RowParams(ctypes.Structure):
-    """``Params`` of tri_attn_prep_rows.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dout", "out", "residual", "lse", "row_fold")),
-        ("dout_stride", ctypes.c_int64 * 4),
-        ("out_stride", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int) for name in ("tokens", "padded", "heads", "outer", "head_dim")),
-        ("slice_blocks", ctypes.c_int),
-        ("scale2", ctypes.c_float),
-    ]
-
-
-class PairParams(ctypes.Structure):
-    """``Params`` of tri_attn_prep_pair.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("bias", "mask", "bias_s", "bias_st", "key_fold")),
-        ("dropped_rows", ctypes.c_void_p),
-        ("bias_stride", ctypes.c_int64 * 4),
-        ("mask_stride", ctypes.c_int64 * 3),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads", "batch")),
-        *((name, ctypes.c_int) for name in ("outer", "slices")),
-        ("scale2", ctypes.c_float),
-    ]
-
-
-class ReduceParams(ctypes.Structure):
-    """``Params`` of tri_attn_bwd_reduce.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("partial", "dbias")),
-        ("stride", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
-        *((name, ctypes.c_int) for name in ("whole_tiles", "rest_tiles", "chunks")),
-    ]
-
-
-class StripParams(ctypes.Structure):
-    """``Params`` of tri_attn_bwd_strips.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("partial", "dbias")),
-        ("stride", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int) for name in ("tokens", "tiles", "heads")),
-        *((name, ctypes.c_int) for name in ("groups", "jobs", "blocks")),
-    ]
+FP32_BIAS_TUNING = {(KV, 16): Tuning(2, False, True)}
+"""Exceptions for an FP32 bias, whose tiles would leave too few stages."""
 
 
 @dataclass(frozen=True)
@@ -170,124 +104,37 @@ class Problem:
         return self.batch * self.heads * self.padded**2 * (4 if wide else 2)
 
 
-class Cut(NamedTuple):
-    """How the dbias pass divides its 128 x 128 tiles: whole ones first, the rest in chunks."""
-
-    whole: int
-    rest: int
-    chunks: int
-    chunk: int
-
-    @property
-    def jobs(self) -> int:
-        """Jobs, each with one slot of the partials."""
-        return self.whole + self.rest * self.chunks
-
-
-def cut_dbias(tiles: int, outer: int, multiprocessors: int) -> Cut:
-    """Return the cut that finishes first on that many SMs within PARTIAL_SLOTS slots."""
-    whole = tiles // multiprocessors * multiprocessors
-    rest = tiles - whole
-    if rest == 0:
-        return Cut(whole, 0, 1, outer)
-    most = max(1, min(outer, (PARTIAL_SLOTS - whole) // rest))
-    overhead = 3  # of a job, in units of one slice
-
-    def cost(chunks: int) -> tuple[int, int]:
-        waves = -(-rest * chunks // multiprocessors)
-        return waves * (-(-outer // chunks) + overhead), chunks
-
-    chunk = -(-outer // min(range(1, most + 1), key=cost))
-    return Cut(whole, rest, -(-outer // chunk), chunk)
-
-
-class Walk(NamedTuple):
-    """How the two-pass dQ kernel divides its items, (64 queries, group of slices), among blocks.
-
-    A strip is all groups of the same queries; items are numbered strip by strip. Block x takes as
-    many as lie between x * items // blocks and the same for x + 1.
-    """
-
-    strips: int
-    groups: int
-    blocks: int
-
-    @property
-    def items(self) -> int:
-        """Items of all strips."""
-        return self.strips * self.groups
-
-    @property
-    def slots(self) -> int:
-        """Partials of dbias, one for each strip of a block: strip s of block x in slot x + s."""
-        return self.blocks + self.strips - 1
-
-    def order(self) -> list[int]:
-        """Return the items of block 0, block 1 and so on: 2 * item + (1 at a new strip).
-
-        The blocks of a strip deal its groups evenly, and each block walks all its strips at once
-        in ascending order of the groups. So all blocks work on about the same slices at any time
-        and find their keys and values in L2.
-        """
-        starts = [block * self.items // self.blocks for block in range(self.blocks + 1)]
-        shares: list[list[tuple[int, int]]] = [[] for _ in range(self.strips)]
-        for block, (first, end) in enumerate(itertools.pairwise(starts)):
-            for strip in range(first // self.groups, -(-end // self.groups)):
-                low, high = strip * self.groups, (strip + 1) * self.groups
-                shares[strip].append((block, min(end, high) - max(first, low)))
-        walks: list[list[tuple[int, int]]] = [[] for _ in range(self.blocks)]
-        for strip, parts in enumerate(shares):
-            turns = sorted(((2 * i + 1) / n, block) for block, n in parts for i in range(n))
-            for group, (_, block) in enumerate(turns):
-                walks[block].append((group, strip))
-        order = []
-        for walk_of_block in walks:
-            known: set[int] = set()
-            for group, strip in sorted(walk_of_block):
-                order.append(2 * (strip * self.groups + group) + (strip not in known))
-                known.add(strip)
-        return order
+def tuning(kernel: str, problem: Problem) -> Tuning:
+    """Return how a main kernel runs a problem."""
+    key = kernel, problem.width
+    exceptions = FP32_BIAS_TUNING if problem.wide_bias else {}
+    return exceptions.get(key) or TUNING[key]
 
 
 def walk(problem: Problem, multiprocessors: int) -> Walk:
     """Return the walk of a problem."""
     strips = problem.batch * problem.heads * problem.used_tiles
-    groups = -(-problem.outer // (2 * TUNING[Q_BIAS, problem.width].slices))
+    groups = -(-problem.outer // (2 * tuning(Q_BIAS, problem).slices))
     return Walk(strips, groups, min(strips * groups, multiprocessors))
 
 
 def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
     """Return (stages, bytes of shared memory) of a main kernel; its source has the same sum."""
-    tuning = TUNING[kernel, problem.width]
-    slices = tuning.slices
+    slices = tuning(kernel, problem).slices
     operand = TILE * problem.width * 2
     slice_bytes = 2 * operand + TILE * FOLD_BYTES
     fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
     if kernel == Q_BIAS:
         tile, staged = TILE * TILE * 4, 1 if problem.width == 64 else 2
         pair = 2 * slice_bytes
-        fixed += slices * pair + 2 * staged * operand + (2 if problem.width == 64 else 3) * tile
+        fixed += slices * pair + 2 * staged * operand + 2 * tile
         fixed += TILE * FOLD_BYTES + 16 * (slices + 8)
         stages = min(MAX_PAIR_STAGES, (SHARED_LIMIT - fixed) // pair)
         return stages, fixed + stages * pair
-    if kernel == BIAS:
-        stage = 4 * slice_bytes
-        fixed += 4 * TILE * TILE * 4 if problem.wide_bias else 0
-    else:
-        stage = 2 * TILE * TILE * (4 if problem.wide_bias else 2) + slices * slice_bytes
-        fixed += 4 * slices * slice_bytes + (TILE * FOLD_BYTES if kernel == KV else 0)
+    stage = 2 * TILE * TILE * (4 if problem.wide_bias else 2) + slices * slice_bytes
+    fixed += 4 * slices * slice_bytes + TILE * FOLD_BYTES
     stages = min(MAX_STAGES, (SHARED_LIMIT - fixed) // stage)
     return stages, fixed + stages * stage
-
-
-def main_shared_bytes(kernel: str, problem: Problem) -> int:
-    """Return the dynamic shared memory of any kernel; only the main ones have some."""
-    return shared_bytes(kernel, problem)[1] if kernel in (KV, Q, BIAS, Q_BIAS) else 0
-
-
-def passes() -> tuple[str, ...]:
-    """Return the main kernels in the order in which they run."""
-    return (KV, Q_BIAS) if PASSES == 2 else (KV, Q, BIAS)
 
 
 def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]:
@@ -295,63 +142,92 @@ def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]
 
     vector tells whether the rows of out and dout can be read 16 bytes at a time.
     """
-    wide = int(problem.wide_bias)
-    shared = {"TPF_D": problem.width, "TPF_G": 1, "TPF_WIDE_BIAS": wide}
+    shared = {"TPF_D": problem.width, "TPF_G": 1, "TPF_WIDE_BIAS": int(problem.wide_bias)}
     found = {
         PREP_ROWS: {**shared, "TPF_VECTOR": int(vector)},
-        PREP_PAIR: {**shared, "TPF_WIDE_S": int(wide or PASSES == 2)},
-        (STRIPS if PASSES == 2 else REDUCE): shared,
+        PREP_PAIR: shared,
+        STRIPS: shared,
     }
-    for name in passes():
-        tuning = TUNING[name, problem.width]
+    for name in MAIN:
+        slices, split, ahead = tuning(name, problem)
         found[name] = {
             **shared,
-            "TPF_G": tuning.slices,
-            "TPF_SPLIT": int(tuning.split),
-            "TPF_AHEAD": int(tuning.ahead),
+            "TPF_G": slices,
+            "TPF_SPLIT": int(split),
+            "TPF_AHEAD": int(ahead),
             "TPF_STAGES": shared_bytes(name, problem)[0],
         }
-    if PASSES == 2:
-        found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
+    found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
     return found
 
 
-class Plan:
-    """Everything about a call that depends only on its sizes and device; kept for the next call.
+class Layout(NamedTuple):
+    """Strides of the tensors of a call in elements; the mask has none if there is none."""
 
-    vector: rows of out and dout can be read 16 bytes at a time; masked: keys can be dropped.
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    bias: tuple[int, ...]
+    mask: tuple[int, ...]
+    out: tuple[int, ...]
+    dout: tuple[int, ...]
+
+
+class Gradient(NamedTuple):
+    """Strides of a gradient, and whether the copy engine can write it."""
+
+    strides: tuple[int, ...]
+    direct: bool
+
+
+def _abstract(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided(shape, strides)
+
+
+def _gradient(shape: tuple[int, ...], strides: tuple[int, ...]) -> Gradient:
+    dense = empty_dense_like(_abstract(shape, strides))
+    return Gradient(dense.stride(), tma.mappable(dense))
+
+
+class Plan:
+    """What calls of the same sizes and strides share: kernels, workspace, gradients, parameters.
+
+    The parameters are patterns without addresses and scale, which a call adds to its own copies.
+    vector: rows of out and dout can be read 16 bytes at a time.
     """
 
-    def __init__(self, problem: Problem, device: int, vector: bool, masked: bool) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, device: int, vector: bool, layout: Layout) -> None:
+        self.problem = p = problem
         self.device = device
-        self.masked = masked
-        self.box = (1, 1, 1, TILE, problem.width)
+        self.masked = layout.mask != ()
+        self.box = (1, 1, 1, TILE, p.width)
         self.multiprocessors = tri_attn.processors(device)
-        self.kernels = {
-            name: jit.load(name, constants, device, main_shared_bytes(name, problem))
-            for name, constants in variants(problem, vector).items()
-        }
-        tiles = problem.batch * problem.heads * problem.blocks**2
-        self.cut = cut_dbias(tiles, problem.outer, self.multiprocessors)
-        self.walk = walk(problem, self.multiprocessors)
+        self.walk = walk(p, self.multiprocessors)
         self.offsets, self.workspace_bytes = self._lay_out()
+        shape = (p.batch, p.outer, p.heads, p.tokens, p.head_dim)
+        self.gradients = [_gradient(shape, strides) for strides in layout[:3]]
+        self.dbias = _gradient((p.batch, p.heads, p.tokens, p.tokens), layout.bias)
         self._maps: dict[tuple[object, ...], TensorMap] = {}
         self._order: Tensor | None = None
+        blocks = self._set_params(layout)
+        self._launches = {}
+        for name, constants in variants(p, vector).items():
+            threads = THREADS if name in MAIN else SMALL_THREADS
+            shared = shared_bytes(name, p)[1] if name in MAIN else 0
+            kernel = jit.load(name, constants, device, shared)
+            self._launches[name] = kernel, (blocks[name], 1, 1), threads
 
     def _lay_out(self) -> tuple[dict[str, int], int]:
-        """Place the workspace; the dbias partials come when bias_st is no longer needed."""
+        """Place the workspace; the copies of strips come when bias_st is no longer needed."""
         p = self.problem
-        slices = p.batch * p.outer
-        two = PASSES == 2
-        strip_bytes = p.used_tiles * TILE * TILE * 4
-        partials = self.walk.slots * strip_bytes if two else self.cut.jobs * BLOCK_BYTES
+        strips = self.walk.slots * p.used_tiles * TILE * TILE * 4
         sizes = {
             "row_fold": p.rows * FOLD_BYTES,
             "dropped_rows": TILE * FOLD_BYTES,
-            "key_fold": (slices if self.masked else 1) * p.padded * FOLD_BYTES,
-            "bias_s": p.bias_bytes(p.wide_bias or two),
-            "bias_st": max(p.bias_bytes(p.wide_bias), partials),
+            "key_fold": (p.batch * p.outer if self.masked else 1) * p.padded * FOLD_BYTES,
+            "bias_s": p.bias_bytes(True),
+            "bias_st": max(p.bias_bytes(p.wide_bias), strips),
         }
         offsets, end = {}, 0
         for name, size in sizes.items():
@@ -359,33 +235,53 @@ class Plan:
             end += -(-size // 1024) * 1024
         return {**offsets, "dbias_partial": offsets["bias_st"]}, end
 
+    def _set_params(self, layout: Layout) -> dict[str, int]:
+        """Set the patterns of the parameters; return the number of blocks of each kernel."""
+        p, walk = self.problem, self.walk
+        slice_blocks = -(-p.padded * p.heads * p.width // (8 * SMALL_THREADS))
+        self.rows = RowParams(
+            dout_stride=layout.dout[:4], out_stride=layout.out[:4], tokens=p.tokens,
+            padded=p.padded, heads=p.heads, outer=p.outer, head_dim=p.head_dim,
+            slice_blocks=slice_blocks,
+        )  # fmt: skip
+        slices = p.batch * p.outer if self.masked else 1
+        self.pair = PairParams(
+            bias_stride=layout.bias, mask_stride=layout.mask, tokens=p.tokens, tiles=p.tiles,
+            heads=p.heads, batch=p.batch, outer=p.outer, slices=slices,
+        )  # fmt: skip
+        sizes = {
+            "tokens": p.tokens, "tiles": p.tiles, "blocks": p.blocks, "heads": p.heads,
+            "outer": p.outer, "batch": p.batch, "key_fold_stride": p.padded if self.masked else 0,
+        }  # fmt: skip
+        groups = -(-p.outer // tuning(KV, p).slices)
+        jobs = p.batch * groups * p.heads * p.blocks
+        self.main = MainParams(**sizes)
+        self.work = {KV: (groups, jobs), Q_BIAS: (walk.groups, walk.items)}
+        self.strips = StripParams(
+            stride=self.dbias.strides, tokens=p.tokens, tiles=p.used_tiles, heads=p.heads,
+            groups=walk.groups, jobs=walk.items, blocks=walk.blocks,
+        )  # fmt: skip
+        return {
+            PREP_ROWS: p.batch * p.outer * slice_blocks,
+            PREP_PAIR: p.batch * p.heads * p.tiles**2 + -(-slices * p.padded // SMALL_THREADS),
+            KV: min(jobs, self.multiprocessors),
+            Q_BIAS: walk.blocks,
+            STRIPS: walk.strips * p.used_tiles,
+        }
+
     def order(self, device: torch.device) -> Tensor:
         """Return the order of the walk on the device."""
         if self._order is None:
             self._order = torch.tensor(self.walk.order(), dtype=torch.int32, device=device)
         return self._order
 
-    def launch(self, name: str, blocks: int, params: ctypes.Structure, stream: int) -> None:
-        """Launch a kernel of 384 threads (main) or 256 (preparation and reduction)."""
-        threads = THREADS if isinstance(params, MainParams) else 256
-        self.kernels[name].launch((blocks, 1, 1), threads, params, stream)
-
-    def launch_main(self, name: str, params: MainParams, stream: int) -> None:
-        """Launch a main kernel over its jobs with a persistent grid."""
-        p = self.problem
-        if name == Q_BIAS:
-            params.groups, params.jobs = self.walk.groups, self.walk.items
-        elif name == BIAS:
-            params.groups, params.group = max(self.cut.rest, 1), self.cut.chunk
-            params.jobs, params.whole_tiles = self.cut.jobs, self.cut.whole
-        else:
-            params.group = TUNING[name, p.width].slices
-            params.groups = -(-p.outer // params.group)
-            params.jobs = p.batch * params.groups * p.heads * p.blocks
-        self.launch(name, min(params.jobs, self.multiprocessors), params, stream)
+    def launch(self, name: str, params: ctypes.Structure, stream: int) -> None:
+        """Launch a kernel."""
+        kernel, grid, threads = self._launches[name]
+        kernel.launch(grid, threads, params, stream)
 
     def encode(self, x: Tensor) -> TensorMap:
-        """Return the tensor map of an operand, one box a 64-token tile of one head."""
+        """Return the tensor map of x, one box a 64-token tile of one head."""
         key = (x.data_ptr(), x.shape, x.stride())
         if (found := self._maps.get(key)) is None:
             if len(self._maps) >= MAPS_KEPT:
@@ -393,8 +289,23 @@ class Plan:
             found = self._maps[key] = tma.tensor_map(x, self.box, self.problem.width * 2)
         return found
 
+    def operand(self, x: Tensor) -> tuple[Tensor, TensorMap]:
+        """Return x, or a copy of it that the copy engine can read, and its tensor map."""
+        found = self._maps.get((x.data_ptr(), x.shape, x.stride()))
+        if found is None:
+            x = tri_attn.mapped(x)
+            found = self.encode(x)
+        return x, found
+
 
 @functools.lru_cache(maxsize=256)
-def plan(problem: Problem, device: int, vector: bool, masked: bool) -> Plan:
-    """Return the plan of these sizes, compiling its kernels the first time."""
-    return Plan(problem, device, vector, masked)
+def plan(shape: torch.Size, wide_bias: bool, device: int, aligned: bool, layout: Layout) -> Plan:
+    """Return the plan of these sizes, compiling its kernels the first time.
+
+    shape: of q; aligned: out, its residual and dout begin at multiples of 16 bytes.
+    """
+    b, o, h, n, d = shape
+    problem = Problem(b, o, h, n, d, wide_bias)
+    rows = (_abstract(shape, layout.out), _abstract(shape, layout.dout))
+    vector = aligned and d == problem.width and all(map(tma.mappable, rows))
+    return Plan(problem, device, vector, layout)
