@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import struct
 import subprocess
@@ -23,6 +24,8 @@ import torch
 from tpf.kernels import jit, tma, tri_attn
 
 EMULATOR = Path(__file__).parent / "emulator"
+SEED = int(os.environ.get("TPF_EMULATOR_SEED", "0"))
+"""Above 0, warps stand still at random, each seed in its own way."""
 PROCESSORS = 3
 """Multiprocessors of the pretended GPU: few, so that a block walks several work items."""
 
@@ -68,7 +71,7 @@ class EmulatedKernel:
         stream: int,
         shared_bytes: int | None = None,
     ) -> None:
-        problem = self._library.emulate(ctypes.byref(params), grid[0], threads)
+        problem = self._library.emulate(ctypes.byref(params), grid[0], threads, SEED)
         if problem:
             raise RuntimeError(f"{self.name}: {problem.decode()}")
 

@@ -167,6 +167,19 @@ def test_unwritten_memory_does_not_reach_the_gradients(monkeypatch: pytest.Monke
     check(inputs((1, 3, 1, 33, 16)), random_mask((1, 3, 1, 33, 16)), 0.25)
 
 
+def test_dbias_is_summed_where_dk_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough slices the copies of dbias lie in the memory of dK, which is written last."""
+    sizes: list[int] = []
+
+    def workspace(size: int, device: torch.device) -> torch.Tensor:
+        sizes.append(size)
+        return torch.full((size,), 0xFF, dtype=torch.uint8)
+
+    monkeypatch.setattr(backward, "workspace", workspace)
+    check(inputs((1, 40, 1, 40, 64)), None, 0.4)
+    assert len(sizes) > 0 and len(set(sizes)) == 1
+
+
 @pytest.mark.parametrize(
     ("shape", "kept"), [((1, 6, 1, 70, 32), 8), ((2, 9, 1, 20, 10), 1), ((1, 3, 1, 66, 64), 8)]
 )

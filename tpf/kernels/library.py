@@ -28,6 +28,7 @@ class _Context(Protocol):
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 def _attention_forward(
@@ -110,6 +111,7 @@ def _save_attention(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor
     q, k, v, bias, mask, ctx.scale, _, ctx.impl = inputs
     ctx.save_for_backward(q, k, v, bias, mask, *output)
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)  # zeros as large as the output otherwise
 
 
 def _attention_backward(

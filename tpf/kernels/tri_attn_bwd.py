@@ -76,8 +76,19 @@ class Call:
         self.scale = scale
         self.scale2 = math.copysign(max(abs(scale * LOG2E), SMALLEST_SCALE), scale)
         self.workspace = workspace(self.plan.workspace_bytes, x.q.device)
-        base = self.workspace.data_ptr()
-        self.address = {name: base + at for name, at in self.plan.offsets.items()}
+        self.address: dict[str, int] = {}
+        self._place(self.workspace, self.plan.offsets)
+
+    def _place(self, room: Tensor, offsets: dict[str, int]) -> None:
+        base = room.data_ptr()
+        self.address |= {name: base + at for name, at in offsets.items()}
+
+    def place_early(self, dk: Tensor | None) -> None:
+        """Place what only dQ and dbias need: where dK will come, if it is written after them."""
+        size = self.plan.early_bytes
+        if dk is None or dk.numel() * dk.element_size() < size or dk.data_ptr() % 16:
+            dk = self._early = workspace(size, self.inputs.q.device)
+        self._place(dk, self.plan.early_offsets)
 
     def prepare(self) -> None:
         """Write the folds of queries and keys and the bias fragments."""
@@ -132,13 +143,15 @@ def tri_attn_bwd(
     """
     call = Call(Inputs(q, k, v, bias, mask, out, lse, residual, dout), scale)
     plan = call.plan
-    call.prepare()
     dbias = bias.new_empty_strided(bias.shape, plan.dbias.strides)
     dq, dk, dv = (target(x, g) for x, g in zip((q, k, v), plan.gradients, strict=True))
+    call.place_early(dk[1])
+    call.prepare()
     params = call.main_params(dq[1], dk[1], dv[1])
     params.order = plan.order(q.device).data_ptr()
-    for name in plans.MAIN:
-        params.groups, params.jobs = plan.work[name]
-        plan.launch(name, params, call.stream)
-    call.sum_strips(dbias)
+    params.groups, params.jobs = plan.work[plans.Q_BIAS]
+    plan.launch(plans.Q_BIAS, params, call.stream)
+    call.sum_strips(dbias)  # the last that reads what lies where dK comes
+    params.groups, params.jobs = plan.work[plans.KV]
+    plan.launch(plans.KV, params, call.stream)
     return filled(*dq), filled(*dk), filled(*dv), dbias

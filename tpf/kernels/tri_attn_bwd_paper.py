@@ -173,6 +173,7 @@ def tri_attn_bwd_paper(
     dbias = bias.new_empty_strided(bias.shape, plan.dbias.strides)
     vector = d % 8 == 0 and plan.gradients[0].direct
     kernels = _kernels(plan.problem, plan.device, vector, atomic)
+    call.place_early(None)
     call.prepare()
     if atomic.dq == "no":
         partial = store = q.new_empty((-(-n // TILE) * b, o, h, n, d + -d % 8))

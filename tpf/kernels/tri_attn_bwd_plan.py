@@ -31,7 +31,7 @@ MAPS_KEPT = 4096
 
 KV, Q_BIAS, STRIPS = "tri_attn_bwd_kv", "tri_attn_bwd_q_bias", "tri_attn_bwd_strips"
 PREP_ROWS, PREP_PAIR = "tri_attn_prep_rows", "tri_attn_prep_pair"
-MAIN = (KV, Q_BIAS)
+MAIN = (Q_BIAS, KV)
 """The main kernels in the order in which they run."""
 
 
@@ -204,7 +204,8 @@ class Plan:
         self.box = (1, 1, 1, TILE, p.width)
         self.multiprocessors = tri_attn.processors(device)
         self.walk = walk(p, self.multiprocessors)
-        self.offsets, self.workspace_bytes = self._lay_out()
+        self.offsets, self.workspace_bytes = self._lay_out(self._kept())
+        self.early_offsets, self.early_bytes = self._lay_out(self._early())
         shape = (p.batch, p.outer, p.heads, p.tokens, p.head_dim)
         self.gradients = [_gradient(shape, strides) for strides in layout[:3]]
         self.dbias = _gradient((p.batch, p.heads, p.tokens, p.tokens), layout.bias)
@@ -218,22 +219,29 @@ class Plan:
             kernel = jit.load(name, constants, device, shared)
             self._launches[name] = kernel, (blocks[name], 1, 1), threads
 
-    def _lay_out(self) -> tuple[dict[str, int], int]:
-        """Place the workspace; the copies of strips come when bias_st is no longer needed."""
+    def _kept(self) -> dict[str, int]:
+        """Return the bytes of what all passes need."""
         p = self.problem
-        strips = self.walk.slots * p.used_tiles * TILE * TILE * 4
-        sizes = {
+        return {
             "row_fold": p.rows * FOLD_BYTES,
             "dropped_rows": TILE * FOLD_BYTES,
             "key_fold": (p.batch * p.outer if self.masked else 1) * p.padded * FOLD_BYTES,
-            "bias_s": p.bias_bytes(True),
-            "bias_st": max(p.bias_bytes(p.wide_bias), strips),
+            "bias_st": p.bias_bytes(p.wide_bias),
         }
+
+    def _early(self) -> dict[str, int]:
+        """Return the bytes of what only dQ and dbias need, which come before dK and dV."""
+        strips = self.walk.slots * self.problem.used_tiles * TILE * TILE * 4
+        return {"bias_s": self.problem.bias_bytes(True), "dbias_partial": strips}
+
+    @staticmethod
+    def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+        """Return the offset of each part and the bytes of all."""
         offsets, end = {}, 0
         for name, size in sizes.items():
             offsets[name] = end
             end += -(-size // 1024) * 1024
-        return {**offsets, "dbias_partial": offsets["bias_st"]}, end
+        return offsets, end
 
     def _set_params(self, layout: Layout) -> dict[str, int]:
         """Set the patterns of the parameters; return the number of blocks of each kernel."""

@@ -1,4 +1,6 @@
 // Runs the kernel KERNEL of the included source KERNEL_SOURCE block by block on fibers.
+#include <random>
+
 #include KERNEL_SOURCE
 
 alignas(64) static unsigned char params_storage[sizeof(Params)];
@@ -10,8 +12,29 @@ static void enter() {
   emu::leave();
 }
 
+// Which warps may run in a sweep: all (seed 0), or random ones that stand still for a random time, so
+// that a wait which only luck satisfies fails.
+struct Schedule {
+  std::mt19937 random;
+  bool shuffled;
+  std::vector<int> asleep;  // sweeps
+
+  Schedule(unsigned seed, int warps) : random(seed), shuffled(seed != 0), asleep(warps, 0) {}
+  bool runs(int warp) {
+    if (!shuffled) return true;
+    if (asleep[warp] > 0) return --asleep[warp], false;
+    if (random() % 8 == 0) asleep[warp] = random() % 64;
+    return true;
+  }
+  bool wake() {  // whether any slept
+    bool any = false;
+    for (int& sweeps : asleep) any |= sweeps > 0, sweeps = 0;
+    return any;
+  }
+};
+
 // Returns null, or what went wrong. Unwritten shared memory holds NaN.
-extern "C" const char* emulate(const void* params, int blocks, int threads) {
+extern "C" const char* emulate(const void* params, int blocks, int threads, unsigned seed) {
   memcpy(params_storage, params, sizeof(Params));
   emu::error[0] = 0;
   gridDim = {unsigned(blocks), 1, 1};
@@ -35,17 +58,22 @@ extern "C" const char* emulate(const void* params, int blocks, int threads) {
       makecontext(&f.context, enter, 0);
     }
     emu::idle = 0;
+    Schedule schedule(seed ? seed + block : 0, threads / 32);
     volatile int left = threads;
     while (left > 0) {
       left = 0;
+      bool running = true;
       for (auto& f : emu::fibers) {
         if (f.done) continue;
         ++left;
+        if (f.id % 32 == 0) running = schedule.runs(f.id / 32);
+        if (!running) continue;
         emu::self = &f;
         threadIdx = {f.id, 0, 0};
         swapcontext(&emu::scheduler, &f.context);
         if (emu::error[0]) return emu::error;
       }
+      if (emu::idle > 20l * threads && schedule.wake()) emu::idle = 0;
       if (emu::idle > 20l * threads) {
         snprintf(emu::error, sizeof emu::error, "block %d: deadlock, %d threads wait", block, left);
         return emu::error;
