@@ -22,7 +22,7 @@ constexpr int kWaitStep = kG > 2 ? kG - 2 : kG - 1;  // at which the last sums h
 constexpr int kStaged = kD == 64 ? 1 : 2;  // tiles of dQ that a warpgroup stores at a time
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kPairBytes = kConsumers * kSliceBytes;
-constexpr int kSumBytes = kTile * kTile * 4;
+constexpr int kSumBytes = kTile * kTile * 4, kSumHalf = kSumBytes / 2;
 constexpr int kResident = kStages * kPairBytes;
 constexpr int kStaging = kResident + kG * kPairBytes;
 constexpr int kBias = kStaging + kConsumers * kStaged * kOperandBytes;
@@ -130,14 +130,11 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
-// Add the sums of both warpgroups to a tile of the strip: each writes one half for the other to the
-// exchange, adds the other half and sends the result off.
+// The sums of both warpgroups are added to a tile of the strip: each gives the other one half of its
+// own through the exchange, adds the half that it was given and sends the result off.
 template <int kOwn>
-DEV void send_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread,
-                   float* tile, bool fresh) {
-  constexpr int kHalf = kSumBytes / 2;
-  const u32 own = exchange + kOwn * kHalf + thread * 16;
-  const u32 other = exchange + (1 - kOwn) * kHalf + thread * 16;
+DEV void give_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread) {
+  const u32 other = exchange + (1 - kOwn) * kSumHalf + thread * 16;
   mbar_wait(bars.sent(1 - kOwn), parity);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -145,7 +142,11 @@ DEV void send_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 pari
     sts128(other + i * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
                                         __float_as_uint(x[2]), __float_as_uint(x[3])));
   }
-  named_sync(3, 128 * kConsumers);
+}
+
+template <int kOwn>
+DEV void send_sums(const float (&sum)[32], u32 exchange, int thread, float* tile, bool fresh) {
+  const u32 own = exchange + kOwn * kSumHalf + thread * 16;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* x = sum + kOwn * 16 + 4 * i;
@@ -158,12 +159,12 @@ DEV void send_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 pari
   fence_async_shared();  // the copy below reads through the async proxy
   named_sync(1 + kOwn, 128);
   if (thread == 0) {
-    void* to = reinterpret_cast<unsigned char*>(tile) + kOwn * kHalf;
-    const u32 from = exchange + kOwn * kHalf;
+    void* to = reinterpret_cast<unsigned char*>(tile) + kOwn * kSumHalf;
+    const u32 from = exchange + kOwn * kSumHalf;
     if (fresh)
-      bulk_store(to, from, kHalf);
+      bulk_store(to, from, kSumHalf);
     else
-      bulk_reduce_add_f32(to, from, kHalf);
+      bulk_reduce_add_f32(to, from, kSumHalf);
     bulk_commit();
   }
 }
@@ -294,9 +295,14 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         }
       }
       if (warpgroup == 0)
-        send_sums<0>(sum, smem + kExchange, bars, tile_parity, thread, to, item.fresh);
+        give_sums<0>(sum, smem + kExchange, bars, tile_parity, thread);
       else
-        send_sums<1>(sum, smem + kExchange, bars, tile_parity, thread, to, item.fresh);
+        give_sums<1>(sum, smem + kExchange, bars, tile_parity, thread);
+      named_sync(3, 128 * kConsumers);
+      if (warpgroup == 0)
+        send_sums<0>(sum, smem + kExchange, thread, to, item.fresh);
+      else
+        send_sums<1>(sum, smem + kExchange, thread, to, item.fresh);
       tile_parity ^= 1;
     }
     wgmma_fence();
