@@ -39,7 +39,7 @@ def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         ([], 2, "name one of attention"),
         (["speed"], 2, "bench speed: choose from attention"),
-        (["--table", "7"], 2, "--table 7: choose from 2, 6, 8, 9, 12"),
+        (["--table", "7"], 2, "--table 7: choose from 2, 4, 6, 8, 9, 10, 12, 13"),
         (["accuracy", "--table", "8"], 2, "--table 8 belongs to tpf bench attention"),
         (["--table", "2", "--figure", "4"], 2, "give one of them"),
         (["attention", "--impls", "cuda,magic"], 2, "--impls magic: no such backend"),
@@ -55,6 +55,17 @@ def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["memory", "--device", "cpu"], 3, "bench memory needs an NVIDIA GPU"),
         (["--table", "9"], 3, "bench table-9 needs an NVIDIA GPU"),
         (["--figure", "9"], 3, "bench figure-9 needs an NVIDIA GPU"),
+        (["trimul"], 3, "bench trimul needs an NVIDIA GPU"),
+        (["block"], 3, "bench block needs an NVIDIA GPU"),
+        (["step"], 3, "bench step needs an NVIDIA GPU"),
+        (["--table", "10"], 3, "bench table-10 needs an NVIDIA GPU"),
+        (["--table", "13"], 3, "bench table-13 needs an NVIDIA GPU"),
+        (["trimul", "--impls", "flex"], 2, "bench trimul compares only cuda, torch"),
+        (["trimul", "--dim", "129"], 2, "--dim 129: must be 1 to 128"),
+        (["block", "--dim", "64"], 2, "--dim 64: bench block has fixed widths"),
+        (["trimul", "--gpus", "2", "--device", "cpu"], 2, "--gpus 2: bench trimul uses one GPU"),
+        (["block", "--table", "4"], 2, "--table 4 belongs to tpf bench step"),
+        (["step", "--config", "huge", "--device", "cpu"], 2, "--config huge: neither a preset"),
     ],
 )
 def test_wrong_use_is_one_sentence_and_leaves_nothing(
@@ -92,3 +103,13 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path, tpf: Run) -> None:
     rows = json.loads((tmp_path / "run" / "bench.json").read_text())["rows"]
     assert {r["dim"] for r in rows if "dim" in r} == {8, 16}
     assert torch.tensor([r["mean"] for r in rows if "mean" in r]).isfinite().all()
+
+
+def test_tiny_operators_and_block_on_the_cpu(tmp_path: Path, tpf: Run) -> None:
+    words = ("--device", "cpu", "--crop", "8", "--reps", "2", "--impls", "torch,eager")
+    code, shown, errors = tpf("--table", "10", "--dim", "16", *words, "--errors", "--out", "update")
+    assert code == 0, errors
+    assert "Table 10" in shown and "Errors of the triangle multiplicative update" in shown
+    code, shown, errors = tpf("block", *words, "--out", "block")
+    assert code == 0 and "Pairformer block, forward + backward" in shown, errors
+    assert "<svg" in (tmp_path / "update" / "report.html").read_text()

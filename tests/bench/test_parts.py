@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpf.bench import peers
-from tpf.bench.backends import UnavailableError, fused_attention, open_backend
+from tpf.bench.backends import BACKENDS, UnavailableError, fused_attention, open_backend
 from tpf.bench.cases import Attend, Shape, make_inputs
 from tpf.bench.timing import Clock, Timing, blocks, rounds
 from tpf.kernels.ops import triangle_attention
@@ -137,7 +137,7 @@ def test_fused_attention_agrees_with_the_operator(masked: bool) -> None:
 def test_absent_backends_say_why() -> None:
     for name, reason in (("trifast", "not installed"), ("cuda", "needs an NVIDIA GPU")):
         with pytest.raises(UnavailableError, match=reason):
-            open_backend(name, CPU)
+            open_backend(BACKENDS[name], CPU)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tpf import doctor
 from tpf.bench import peers
 from tpf.bench.cases import Attend
-from tpf.errors import UsageError
 from tpf.kernels.ops import Impl, triangle_attention
 
 RECOMPILES = 256
@@ -29,28 +28,35 @@ class UnavailableError(Exception):
     """Why a backend cannot run here."""
 
 
+Operator = TypeVar("Operator")
+
+
 @dataclass(frozen=True)
-class Backend:
+class Backend(Generic[Operator]):
     """One implementation: how to get it and what it needs."""
 
-    load: Callable[[], Attend]
+    load: Callable[[], Operator]
     needs: Literal["anything", "gpu", "hopper"] = "gpu"
-    peer: bool = False
-    """Whether ``tpf.doctor.BACKENDS`` says how to install it."""
+    peer: str = ""
+    """Its name in ``tpf.doctor.BACKENDS``, which says how to install it, if it is a third party."""
 
 
-def _allow_recompiles() -> None:
+def configure_compiler() -> None:
+    """Let torch.compile compile every shape of a study, and a backward run more than once."""
     import torch._dynamo
+    import torch._functorch.config
 
     config: Any = torch._dynamo.config
     config.recompile_limit = RECOMPILES
     config.accumulated_recompile_limit = 4 * RECOMPILES
+    functorch: Any = torch._functorch.config
+    functorch.donated_buffer = False
 
 
 def _operator(impl: Impl) -> Callable[[], Attend]:
     def load() -> Attend:
         if impl == "flex":
-            _allow_recompiles()
+            configure_compiler()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
             return triangle_attention(q, k, v, bias, mask, impl=impl)
@@ -105,7 +111,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
 
 
 def _compiled() -> Attend:
-    _allow_recompiles()
+    configure_compiler()
     compiled: Attend = torch.compile(plain_attention, dynamic=False)
     return compiled
 
@@ -125,7 +131,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
     return out.reshape(b, o, h, n, d)
 
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, Backend[Attend]] = {
     "cuda": Backend(_operator("cuda"), "hopper"),
     "paper": Backend(_paper, "hopper"),
     "flex": Backend(_operator("flex")),
@@ -133,30 +139,22 @@ BACKENDS: dict[str, Backend] = {
     "eager": Backend(lambda: plain_attention, "anything"),
     "compiled": Backend(_compiled),
     "sdpa": Backend(lambda: fused_attention, "anything"),
-    "openfold3": Backend(peers.openfold3, peer=True),
-    "cuequivariance": Backend(peers.cuequivariance, peer=True),
-    "protenix": Backend(peers.protenix, peer=True),
-    "trifast": Backend(peers.trifast, peer=True),
-    "megafold": Backend(peers.megafold, peer=True),
-    "deepspeed": Backend(peers.deepspeed, peer=True),
-    "turbopairformer": Backend(peers.turbopairformer, "hopper", peer=True),
+    "openfold3": Backend(peers.openfold3, peer="openfold3"),
+    "cuequivariance": Backend(peers.cuequivariance, peer="cuequivariance"),
+    "protenix": Backend(peers.protenix, peer="protenix"),
+    "trifast": Backend(peers.trifast, peer="trifast"),
+    "megafold": Backend(peers.megafold, peer="megafold"),
+    "deepspeed": Backend(peers.deepspeed, peer="deepspeed"),
+    "turbopairformer": Backend(peers.turbopairformer, "hopper", peer="turbopairformer"),
 }
 """By the name that ``--impls`` takes. torch is the FP32 reference, eager the plain BF16 formula,
 flex compiled flex_attention, paper our forward with the paper's backward."""
 
 
-def check_names(names: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` for a name that is no backend."""
-    for name in names:
-        if name not in BACKENDS:
-            raise UsageError(f"--impls {name}: no such backend; choose from {', '.join(BACKENDS)}")
-
-
-def open_backend(name: str, device: torch.device) -> Attend:
+def open_backend(backend: Backend[Operator], device: torch.device) -> Operator:
     """Return the function of a backend; raise ``UnavailableError`` with the reason otherwise."""
-    backend = BACKENDS[name]
     if backend.peer:
-        module, how = doctor.BACKENDS[name]
+        module, how = doctor.BACKENDS[backend.peer]
         if importlib.util.find_spec(module) is None:
             raise UnavailableError(f"not installed ({how})")
     if backend.needs != "anything" and device.type != "cuda":
@@ -178,12 +176,9 @@ def one_line(error: BaseException) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of the installed third-party backends."""
     found = {}
-    for name, backend in BACKENDS.items():
-        if not backend.peer:
-            continue
-        package = doctor.BACKENDS[name][0].replace("_", "-")
+    for name, (module, _) in doctor.BACKENDS.items():
         try:
-            found[name] = importlib.metadata.version(package)
+            found[name] = importlib.metadata.version(module.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

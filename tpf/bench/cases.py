@@ -125,5 +125,11 @@ class Settings:
     reps: int = 20
     layout: Layout = "projection"
     capture: Path | None = None
+    config: str = "compact"
+    """Preset or YAML file of the training step."""
+    errors: bool = False
+    """Also compare with a reference of higher precision."""
+    profile: bool = False
+    """Also list the kernels that ran on the GPU."""
     say: Callable[[str], None] = silent
     """Takes lines of progress."""

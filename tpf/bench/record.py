@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tpf.bench import backends, peers
+from tpf.bench.backends import Backend, Operator
 from tpf.bench.cases import Attend
 from tpf.checkpoint import write_text
 from tpf.errors import TpfError, UsageError
@@ -100,30 +101,44 @@ class Record:
         """Add a row of the result file; fields that are None do not apply and are left out."""
         self.rows.append({k: _valid(v) for k, v in fields.items() if v is not None})
 
-    def open_backends(
-        self, names: tuple[str, ...], device: torch.device, op: str = "attention"
-    ) -> dict[str, Attend]:
-        """Return the backends that can run; the others get a row with the reason.
+    def open_backends(self, names: tuple[str, ...], device: torch.device) -> dict[str, Attend]:
+        """Return the backends of attention that can run; see ``open_all``."""
+        found = self.open_all("attention", backends.BACKENDS, names, device)
+        if any(backends.BACKENDS[name].peer for name in names):
+            self.notes.append(peers.NOTE)
+        return found
+
+    def open_all(
+        self,
+        op: str,
+        known: Mapping[str, Backend[Operator]],
+        names: tuple[str, ...],
+        device: torch.device,
+    ) -> dict[str, Operator]:
+        """Return the named backends that can run; the others get a row with the reason.
 
         Raises ``TpfError`` if none can.
         """
         found = {}
         for name in names:
             try:
-                found[name] = backends.open_backend(name, device)
+                found[name] = backends.open_backend(known[name], device)
             except backends.UnavailableError as reason:
-                self.add(op=op, impl=name, error=str(reason))
-                self.notes.append(f"{name}: {reason}")
-        if any(backends.BACKENDS[name].peer for name in names):
-            self.notes.append(peers.NOTE)
+                self.unavailable(op, name, reason)
         if not found:
             raise TpfError(f"no backend can run here: {'; '.join(self.notes)}")
         return found
 
+    def unavailable(self, op: str, impl: str, reason: backends.UnavailableError) -> None:
+        """Record why a backend is not compared."""
+        self.add(op=op, impl=impl, error=str(reason))
+        if (note := f"{impl}: {reason}") not in self.notes:
+            self.notes.append(note)
+
     def failed(self, impl: str, error: BaseException, **fields: Any) -> None:
-        """Record that a backend of attention failed while it ran."""
+        """Record that a backend failed while it ran; ``op`` is attention unless given."""
         reason = backends.one_line(error)
-        self.add(op="attention", impl=impl, **fields, error=reason)
+        self.add(**{"op": "attention", "impl": impl, **fields, "error": reason})
         where = ", ".join(f"{name} {value}" for name, value in fields.items())
         self.notes.append(f"{impl} failed ({where}): {reason}")
 

@@ -12,21 +12,33 @@ from tpf.bench import (
     ablation,
     accuracy,
     attention,
-    backends,
+    block,
     captured,
     determinism,
     memory,
     residual,
+    step_studies,
+    trimul,
     workspace,
 )
+from tpf.bench.backends import BACKENDS
 from tpf.bench.cases import PAPER_SHAPES, Settings, Shape
 from tpf.bench.record import Record
+from tpf.bench.swap import CHOICES
+from tpf.bench.trimul_backends import MULTIPLIERS
+from tpf.bench.trimul_cases import TRIMUL_SHAPES
 from tpf.errors import HardwareError, UsageError
 
 TINY_SHAPES = (Shape(24, 16),)
 """Default shapes without a GPU."""
 TINY_SEEDS = 3
-ALL = tuple(backends.BACKENDS)
+CROPS = tuple(Shape(n, 128) for n in (384, 640, 768))
+"""Crops of the studies of networks, whose widths are fixed."""
+ALL = tuple(BACKENDS)
+UPDATES = tuple(MULTIPLIERS)
+NETWORKS = tuple(CHOICES)
+EVERY = tuple(dict.fromkeys(ALL + UPDATES + NETWORKS))
+TRAINED = tuple(name for name in NETWORKS if name not in ("eager", "torch"))
 
 
 @dataclass(frozen=True)
@@ -38,32 +50,59 @@ class Study:
     shapes: tuple[Shape, ...] = PAPER_SHAPES
     impls: tuple[str, ...] = ALL
     seeds: int = 10
+    reps: int = 20
     device: Literal["none", "any", "gpu", "hopper"] = "any"
     only: tuple[str, ...] = ALL
     """Backends that the study can compare."""
+    widest: int = 64
+    """Largest --dim; 0 if widths are fixed."""
+    ranks: bool = False
+    """Whether several processes can take part."""
+
+
+def _update_study(name: str) -> Study:
+    return Study(name, trimul.table_10, TRIMUL_SHAPES, UPDATES, 3, only=UPDATES, widest=128)
+
+
+def _step_study(
+    name: str, run: Callable[[Settings, Record], None], impls: tuple[str, ...], reps: int
+) -> Study:
+    return Study(name, run, CROPS, impls, 1, reps, only=NETWORKS, widest=0, ranks=True)
 
 
 ATTENTION = Study("attention", attention.table_8)
 ACCURACY = Study("accuracy", accuracy.figure_4)
 DETERMINISM = Study("determinism", determinism.figure_10, seeds=100)
-MEMORY = Study("memory", memory.memory, (Shape(768, 32),), device="gpu")
+MEMORY = Study("memory", memory.memory, (Shape(768, 32),), EVERY, device="gpu", only=EVERY)
+TRIMUL = _update_study("trimul")
+BLOCK = Study(
+    "block", block.bench_block, CROPS, ("cuda", "kernels", "flex", "torch"), 1, only=NETWORKS,
+    widest=0,
+)  # fmt: skip
+STEP = _step_study("step", step_studies.bench_step, ("cuda", "kernels", "flex", "torch"), 20)
 
-OPERATIONS: Mapping[str, Study] = {s.name: s for s in (ATTENTION, ACCURACY, DETERMINISM, MEMORY)}
+OPERATIONS: Mapping[str, Study] = {
+    s.name: s for s in (ATTENTION, TRIMUL, BLOCK, STEP, MEMORY, DETERMINISM, ACCURACY)
+}
 SIZED = tuple(Shape(n, 32) for n in (384, 640, 768, 1024))
 TABLES: Mapping[int, tuple[str, Study]] = {
     2: ("memory", Study("table-2", workspace.table_2, SIZED, device="none")),
+    4: ("step", _step_study("table-4", step_studies.table_4, TRAINED, 380)),
     6: ("accuracy", Study("table-6", captured.table_6)),
     8: ("attention", ATTENTION),
     9: ("attention", Study(
         "table-9", ablation.table_9, ablation.TABLE_9_SHAPES, ("cuda",), device="hopper",
         only=("cuda",),
     )),
+    10: ("trimul", _update_study("table-10")),
     12: ("attention", Study(
         "table-12", ablation.table_12, ablation.TABLE_12_SHAPES, ("paper",), device="hopper",
         only=("paper",),
     )),
+    13: ("step", _step_study("table-13", step_studies.table_13, ("cuequivariance",), 40)),
 }  # fmt: skip
 FIGURES: Mapping[int, tuple[str, Study]] = {
+    3: ("step", _step_study("figure-3", step_studies.figure_3, TRAINED, 180)),
     4: ("accuracy", ACCURACY),
     9: ("accuracy", Study(
         "figure-9", residual.figure_9, impls=("cuda", "paper"), only=("cuda", "paper", "torch")
@@ -113,8 +152,11 @@ def check_device(study: Study, device: torch.device) -> None:
 
 def check_impls(study: Study, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that is no backend or not one of this study."""
-    backends.check_names(names)
     for name in names:
+        if name not in EVERY:
+            raise UsageError(
+                f"--impls {name}: no such backend; choose from {', '.join(study.only)}"
+            )
         if name not in study.only:
             raise UsageError(
                 f"--impls {name}: bench {study.name} compares only {', '.join(study.only)}"

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 Call = Callable[[], object]
-Timer = Literal["graph", "events", "clock"]
+Timer = Literal["graph", "events", "clock", "wall"]
 WARM_UP = 3
 HOST_SECONDS, HOST_CALLS = 0.3, 20
 """Limits of the measurement of host time."""
@@ -44,6 +44,11 @@ class Timing:
     def median(self) -> float:
         """Median."""
         return statistics.median(self.samples)
+
+    @property
+    def mean(self) -> float:
+        """Mean."""
+        return statistics.fmean(self.samples)
 
     def fields(self) -> dict[str, float | int | str]:
         """Return the statistics under the names of the result file."""
@@ -130,6 +135,20 @@ class Clock:
             spent.append(1e6 * (time.perf_counter() - start))
         self.wait()
         return statistics.median(spent)
+
+    def walls(self, calls: Sequence[Call], schedule: Sequence[int]) -> list[Timing]:
+        """Call ``calls[k]`` for each k of the schedule and return wall times, GPU work included.
+
+        Each call starts on an idle GPU and ends when its work is done: what a user waits for.
+        """
+        taken: list[list[float]] = [[] for _ in calls]
+        for k in schedule:
+            self.wait()
+            start = time.perf_counter()
+            calls[k]()
+            self.wait()
+            taken[k].append(1e3 * (time.perf_counter() - start))
+        return [Timing(tuple(t), "wall") for t in taken]
 
     def measure(self, arms: Sequence[Arm], schedule: Sequence[int]) -> list[Timing]:
         """Call ``arms[k]`` for each k of the schedule in turn and return the times of every arm.

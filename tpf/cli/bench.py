@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from tpf.bench.studies import Study
 
 RUNS = Path("runs")
-MAX_HEAD_DIM = 64
 WIDTH = 140
 """Columns of the tables when standard output is no terminal."""
 
@@ -28,26 +29,50 @@ WIDTH = 140
 def bench(
     operation: Annotated[
         str | None,
-        typer.Argument(metavar="[OP]", help="attention, accuracy, determinism or memory."),
+        typer.Argument(
+            metavar="[OP]",
+            help="attention, trimul, block, step, memory, determinism or accuracy.",
+        ),
     ] = None,
     impls: Annotated[
-        str | None, typer.Option(help="Backends, as cuda,flex,trifast [default: all]")
+        str | None, typer.Option(help="Backends, as cuda,flex,trifast [default: of the study]")
     ] = None,
     crop: Annotated[
         str | None, typer.Option(help="Tokens, as 384,640,768 [default: those of the paper]")
     ] = None,
-    dim: Annotated[str | None, typer.Option(help="Head widths, as 16,32.")] = None,
-    table: Annotated[int | None, typer.Option(help="Table of the paper: 2, 6, 8, 9, 12.")] = None,
-    figure: Annotated[int | None, typer.Option(help="Figure of the paper: 4, 9, 10.")] = None,
+    dim: Annotated[
+        str | None, typer.Option(help="Head widths, as 16,32; channels of trimul, as 64,128.")
+    ] = None,
+    table: Annotated[
+        int | None, typer.Option(help="Table of the paper: 2, 4, 6, 8, 9, 10, 12, 13.")
+    ] = None,
+    figure: Annotated[int | None, typer.Option(help="Figure of the paper: 3, 4, 9, 10.")] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Random inputs a shape [default: 10; figure 10: 100]"),
+        typer.Option(min=1, help="Random inputs a shape [default: 10; trimul: 3; figure 10: 100]"),
     ] = None,
-    reps: Annotated[int, typer.Option(min=1, help="Timed repetitions of a call.")] = 20,
+    reps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Timed calls or steps [default: 20; table 13: 40; figure 3: 180; table 4: 380]",
+        ),
+    ] = None,
     layout: Annotated[
         str, typer.Option(help="Memory order of q, k, v: projection [O, N, H, D] or heads.")
     ] = "projection",
+    config: Annotated[
+        str | None,
+        typer.Option(help="Preset or YAML file of step [default: compact; tiny on the CPU]"),
+    ] = None,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="trimul, block: also compare with FP64 or FP32.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="trimul, block, step: also list the GPU's kernels.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for tiny shapes.")] = "cuda",
+    gpus: Annotated[int | None, typer.Option(help="GPUs of this machine for step.")] = None,
     capture: Annotated[
         Path | None, typer.Option(help="Captured calls for table 6 (safetensors).")
     ] = None,
@@ -58,16 +83,63 @@ def bench(
 ) -> None:
     """Compare backends side by side: speed, accuracy, determinism, memory of the kernels."""
     from tpf.bench import studies
-    from tpf.bench.record import Record
 
     study = studies.choose(operation, table, figure)
     settings = _settings(study, impls, crop, dim, device, layout)
     settings = dataclasses.replace(
-        settings, seeds=seeds or settings.seeds, reps=reps, capture=capture
-    )
-    shown = {"study": study.name, "seeds": settings.seeds, "reps": reps}
-    record = Record(shlex.join(["tpf", *sys.argv[1:]]), shown)
-    record.open(out or _new_folder(study.name))
+        settings, seeds=seeds or settings.seeds, reps=reps or study.reps, capture=capture,
+        config=config or ("compact" if device == "cuda" else "tiny"), errors=errors,
+        profile=profile,
+    )  # fmt: skip
+    command = shlex.join(["tpf", *sys.argv[1:]])
+    request = Request((operation, table, figure), settings, command, out, as_json)
+    _start(study, request, gpus)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A study to run, as it travels to the ranks."""
+
+    study: tuple[str | None, int | None, int | None]
+    """Arguments of ``studies.choose``."""
+    settings: Settings
+    command: str
+    out: Path | None
+    as_json: bool
+
+
+def _start(study: Study, request: Request, gpus: int | None) -> None:
+    """Run the study in this process, or in one for each GPU."""
+    if not study.ranks:
+        if gpus not in (None, 1):
+            raise UsageError(f"--gpus {gpus}: bench {study.name} uses one GPU; leave it out")
+        run_study(request)
+        return
+    import torch
+
+    from tpf.launch import launch, plan
+
+    chosen = plan(gpus, 1, None, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if chosen.kind == "launch":
+        launch(chosen, run_study, request)
+    else:
+        run_study(request)
+
+
+def run_study(request: Request) -> None:
+    """Run a study on this rank; the main rank writes and shows the result."""
+    from tpf import dist
+    from tpf.bench import studies
+    from tpf.bench.record import Record
+
+    study, settings = studies.choose(*request.study), request.settings
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main:
+        settings = dataclasses.replace(settings, say=_progress)
+    shown = {"study": study.name, "seeds": settings.seeds, "reps": settings.reps}
+    record = Record(request.command, shown)
+    if is_main:
+        record.open(request.out or _new_folder(study.name))
     try:
         study.run(settings, record)
     except UsageError:
@@ -76,7 +148,9 @@ def bench(
     finally:
         record.save()
         record.report(f"Benchmark: {study.name}")
-    _show(record, as_json)
+        dist.stop()
+    if is_main:
+        _show(record, request.as_json)
     if record.failures:
         raise TpfError("; ".join(record.failures))
 
@@ -97,12 +171,14 @@ def _settings(
         raise UsageError(f"--layout {layout}: choose projection or heads")
     names = tuple(impls.split(",")) if impls else study.impls
     studies.check_impls(study, names)
-    crops, dims = _numbers("--crop", crop), _numbers("--dim", dim, MAX_HEAD_DIM)
+    if dim and not study.widest:
+        raise UsageError(f"--dim {dim}: bench {study.name} has fixed widths; leave it out")
+    crops, dims = _numbers("--crop", crop), _numbers("--dim", dim, study.widest)
     chosen = torch.device(device)
     studies.check_device(study, chosen)
     shapes = studies.default_shapes(study, chosen, crops, dims)
-    seeds = studies.TINY_SEEDS if device == "cpu" else study.seeds
-    return Settings(names, shapes, chosen, seeds, layout=order, say=_progress)
+    seeds = min(studies.TINY_SEEDS, study.seeds) if device == "cpu" else study.seeds
+    return Settings(names, shapes, chosen, seeds, layout=order)
 
 
 def _numbers(flag: str, text: str | None, most: int | None = None) -> tuple[int, ...]:

@@ -64,9 +64,9 @@ extern "C" const char* emulate(const void* params, int blocks, int threads, unsi
       left = 0;
       bool running = true;
       for (auto& f : emu::fibers) {
+        if (f.id % 32 == 0) running = schedule.runs(f.id / 32);
         if (f.done) continue;
         ++left;
-        if (f.id % 32 == 0) running = schedule.runs(f.id / 32);
         if (!running) continue;
         emu::self = &f;
         threadIdx = {f.id, 0, 0};
