@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "validate": BASE
     | {"data", "kernels", "metrics", "model", "permutation", "checkpoint", "dist", "report"},
 }
-ANYTHING_BUT_CLI = {"train", "step", "guard", "doctor", "bench", "predict"}
+ANYTHING_BUT_CLI = {"train", "step", "guard", "doctor", "bench", "predict", "stability"}
 
 
 def _owner(path: Path) -> str:

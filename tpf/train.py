@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -31,7 +32,7 @@ from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
 from tpf.report.train import read_validations, write_train_report
 from tpf.runfolder import RunFolder, refuse_existing
 from tpf.signals import Stop
-from tpf.step import Draws, draws, sample_loss
+from tpf.step import Draws, draws, locate, sample_loss
 from tpf.validate import validate_model
 
 
@@ -48,11 +49,17 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """Where a run starts and writes."""
+    """Where a run starts and writes, and what an experiment changes in it."""
 
     out: Path
     resume: bool = False
     init: Path | None = None
+    validate: bool = True
+    """Validate before the first step and after the last."""
+    nan: Literal["stop", "skip"] = "stop"
+    """After a step that is not finite: stop, or (one rank only) go on with the next sample."""
+    prepare: Callable[[Trainer], None] | None = None
+    """Called once before the first step with the state that it starts from, to add probes."""
 
 
 @dataclass
@@ -66,6 +73,10 @@ class Trainer:
     ema: Ema
     step: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What probes add to the record of the step in progress."""
+    steps_left_out: int = 0
+    """Steps that were not finite and did not stop the run, in this process."""
 
     @classmethod
     def build(cls, config: Config, world: dist.World) -> Trainer:
@@ -147,7 +158,20 @@ class Trainer:
         record = {"step": self.step, **means, "lr": rate, "grad_norm": max(norms), "samples": ids}
         return record | ({"events": events} if events else {})
 
+    def leave_out(
+        self, samples: list[dict[str, Any]], gradients: SampleGradients, reason: str
+    ) -> dict[str, Any]:
+        """Go past a step that was not finite with weights unchanged, and return its record."""
+        gradients.reset()
+        self.step += 1
+        self.steps_left_out += 1
+        ids = [name for features in samples for name in features["id"]]
+        return {"step": self.step, "loss": None, "samples": ids, "nonfinite": reason}
+
     def _fail(self, run: RunFolder, features: dict[str, Any], draw: Draws, what: str) -> None:
+        what = f"step {self.step + 1}, sample {', '.join(features['id'])}: {what}"
+        if self.steps_left_out:  # the first one was explained in full
+            raise guard.NonFinite(what)
         if self.world.is_main:
             self.save(run)
         path = run.path / f"replay-step-{self.step + 1:06d}-rank-{self.world.rank}.pt"
@@ -155,31 +179,8 @@ class Trainer:
         guard.write_replay(path, self.config, self.model, micro)
         where = locate(self.model, features, self.config, draw, self.world.device)
         raise guard.NonFinite(
-            f"step {self.step + 1}, sample {', '.join(features['id'])}: {what}; first not finite: "
-            f"{where}. Run the step again with: tpf train --replay {path}"
+            f"{what}; first not finite: {where}. Run the step again with: tpf train --replay {path}"
         )
-
-
-def locate(
-    model: Model, features: dict[str, Any], config: Config, draw: Draws, device: torch.device
-) -> str:
-    """Run one sample's step again with every module watched; say what is not finite first."""
-    batch = to_device(features, device)
-    if bad := guard.first_nonfinite(batch, "features"):
-        return bad
-    for name, parameter in model.named_parameters():
-        parameter.grad = None
-        if not parameter.isfinite().all():
-            return f"parameter {name}"
-    with guard.watch(model) as found:
-        loss = sample_loss(model, batch, config, draw)
-        if not found:
-            bad = guard.first_nonfinite(loss.terms, "loss")
-            if bad:
-                found.append(bad)
-        if not found:
-            loss.total.backward()  # type: ignore[no-untyped-call]
-    return found[0] if found else "nothing: the step is finite when run again"
 
 
 def _optimizer_tensors(
@@ -248,10 +249,13 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
             for bad in entries.skipped:
                 display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
         with Stop().listening() as stop:
-            if trainer.step == 0:
+            if options.prepare is not None:
+                options.prepare(trainer)
+            if trainer.step == 0 and options.validate:
                 _validate(trainer, run, targets, display, stop)
-            _loop(trainer, run, dataset, targets, display, stop)
-            _validate(trainer, run, targets, display, stop)
+            _loop(trainer, run, dataset, targets, display, stop, options.nan)
+            if options.validate:
+                _validate(trainer, run, targets, display, stop)
         summary = _summary(trainer, run)
         if world.is_main:
             display.end(summary)
@@ -259,7 +263,7 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     finally:
         if world.is_main:
             display.close()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UsageError):  # a run without any step has no report
                 write_train_report(run.path)
 
 
@@ -301,6 +305,7 @@ def _loop(
     targets: Entries,
     display: Display,
     stop: Stop,
+    nan: Literal["stop", "skip"],
 ) -> None:
     cfg, world = trainer.config.train, trainer.world
     gradients = SampleGradients(trainer.model, cfg.clip)
@@ -318,7 +323,12 @@ def _loop(
         begin = time.perf_counter()
         samples = next(stream)
         loaded = time.perf_counter()
-        record = trainer.train_step(samples, gradients, run)
+        try:
+            record = trainer.train_step(samples, gradients, run)
+        except guard.NonFinite as error:
+            if nan == "stop" or world.size > 1:
+                raise
+            record = trainer.leave_out(samples, gradients, str(error))
         done = time.perf_counter()
         trainer.skipped += [bad for sample in samples for bad in sample["skipped"][0]]
         tokens = sum(float(s["token_mask"].sum()) for s in samples) * world.size
@@ -328,6 +338,8 @@ def _loop(
             "tokens_per_s": round(tokens / (done - begin), 1),
             "skipped": len(trainer.skipped),
         }
+        record |= trainer.notes
+        trainer.notes = {}
         if world.device.type == "cuda":
             record["max_mem_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         if world.is_main:

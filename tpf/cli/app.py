@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tpf
-from tpf.cli import bench, data, doctor, score, train, validate
+from tpf.cli import bench, data, doctor, score, stability, train, validate
 from tpf.errors import TpfError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("train")(train.train)
 app.add_typer(validate.app, name="validate")
 app.command("score")(score.score)
 app.add_typer(data.app, name="data")
+app.command("stability")(stability.stability)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
