@@ -40,7 +40,7 @@ constexpr int AT_VECTORS = AT_STAGES + STAGES * STAGE;
 constexpr int AT_BARRIERS = AT_VECTORS + TEAM * 64 * 16;
 constexpr int SHARED = AT_BARRIERS + 24 * STAGES + 8;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
-static_assert(STAGES >= TEAMS, "a team waits for the first lap of its stage");
+static_assert(STAGES > 0 && STAGES % TEAMS == 0, "a stage serves one team, lap by lap");
 static_assert(STAGE % 1024 == 0, "stages keep the swizzle alignment");
 using Stages = Ring<STAGES, STAGE>;
 

@@ -27,7 +27,7 @@ constexpr int AT_VECTORS = AT_OUTPUT + CONSUMERS * CB * BLOCK;
 constexpr int AT_BARRIERS = AT_VECTORS + OUT_VECTORS;
 constexpr int SHARED = AT_BARRIERS + 16 * STAGES + 8;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
-static_assert(STAGES >= CONSUMERS, "a consumer waits for the first lap of its stage");
+static_assert(STAGES > 0 && STAGES % CONSUMERS == 0, "a stage serves one consumer, lap by lap");
 
 struct Barriers {
   u32 base;

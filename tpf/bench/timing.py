@@ -31,6 +31,8 @@ class Arm:
 
     call: Call
     timer: Timer
+    keeps: object = None
+    """What a graph reads beside its own memory: it must live as long as the graph."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Clock:
     def prepare(self, call: Call) -> Arm:
         """Capture a call, which must have run before, as a graph; take it as it is if that fails.
 
-        All graphs share one pool of memory: their results are never read.
+        All graphs share one pool of memory: their results are never read. The arm keeps the call,
+        and with it the tensors outside the pool that the graph reads.
         """
         if not self.gpu:
             return Arm(call, "clock")
@@ -110,7 +113,7 @@ class Clock:
             self.wait()
             self._pool = torch.cuda.graph_pool_handle()
             return Arm(call, "events")
-        return Arm(graph.replay, "graph")
+        return Arm(graph.replay, "graph", call)
 
     def peak_mib(self, call: Call) -> float | None:
         """Return the memory that a call needs beyond what is allocated before it, in MiB."""

@@ -226,6 +226,9 @@ class Kernel:
         shared_bytes: int | None = None,
     ) -> None:
         """Launch on a raw stream with one by-value parameter; shared memory as at load."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self.launch(grid, threads, params, stream, shared_bytes)
         pointers = ctypes.c_void_p(ctypes.addressof(params))
         shared = self._shared_bytes if shared_bytes is None else shared_bytes
         arguments = (*grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)

@@ -255,6 +255,7 @@ def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: _Update
     z, mask, weights, ctx.direction, ctx.impl = inputs
     ctx.save_for_backward(z, mask, *weights, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _multiplication_backward(

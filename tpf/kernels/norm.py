@@ -55,10 +55,18 @@ def defines(channels: int, heads: int, wide: bool) -> dict[str, int]:
     return {"TPF_CHANNELS": channels, "TPF_HEADS": heads, "TPF_WIDE": int(wide)}
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return x in one piece at a multiple of 16 bytes; a copy only if it must be."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def as_rows(x: Tensor) -> Tensor:
-    """Return x [..., C] as [rows, C] with unit stride in C; a copy only if it must be."""
+    """Return x [..., C] as [rows, C], each at a multiple of 16 bytes; a copy only if it must be."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 else rows.contiguous()
+    fits = rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+    return rows if fits else dense(rows)
 
 
 def _blocks(rows: int, channels: int, heads: int, threads: int, device: int) -> int:
@@ -147,7 +155,7 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, bias = ctx.saved_tensors
-        dy = dy.reshape(-1, x.shape[-1]).contiguous()
+        dy = dense(dy.reshape(-1, x.shape[-1]))
         dx, grads = norm_backward(dy, as_rows(x), weight, bias)
         return dx.view(x.shape), grads[0], grads[1]
 

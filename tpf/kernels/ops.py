@@ -179,8 +179,11 @@ def _check_multiplication(
         raise ArgumentError(f"impl is {impl!r}; choose from auto, cuda, torch")
     if z.dim() < 3 or z.shape[-2] != z.shape[-3] or not z.is_floating_point():
         raise ArgumentError(f"z is {z.dtype} {tuple(z.shape)}; give a floating [*B, N, N, C]")
-    if mask is not None and mask.shape != z.shape[:-1]:
-        raise ArgumentError(f"mask has shape {tuple(mask.shape)}; z needs {tuple(z.shape[:-1])}")
+    if mask is not None and (mask.shape != z.shape[:-1] or mask.device != z.device):
+        raise ArgumentError(
+            f"mask has shape {tuple(mask.shape)} on {mask.device}; z needs "
+            f"{tuple(z.shape[:-1])} on {z.device}"
+        )
     c, hidden = z.shape[-1], weights.linear_a_p.shape[0]
     expected = {
         "layer_norm_in_weight": (c,),
@@ -192,8 +195,11 @@ def _check_multiplication(
     }
     for name, weight in zip(TriMulWeights._fields, weights, strict=True):
         shape = expected.get(name, (hidden, c))
-        if weight.shape != shape:
-            raise ArgumentError(f"weights.{name} has shape {tuple(weight.shape)}; needs {shape}")
+        if weight.shape != shape or weight.device != z.device:
+            raise ArgumentError(
+                f"weights.{name} has shape {tuple(weight.shape)} on {weight.device}; needs {shape} "
+                f"on {z.device}"
+            )
 
 
 def _why_not_cuda_multiplication(z: Tensor, weights: TriMulWeights) -> str | None:

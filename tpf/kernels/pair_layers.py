@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpf.kernels import norm, pair_kernels, pair_transition, tri_attn, tri_attn_bwd
-from tpf.kernels.norm import as_rows, layer_norm
+from tpf.kernels.norm import as_rows, dense, layer_norm
 from tpf.kernels.ops import MAX_HEAD_DIM
 from tpf.kernels.pair_kernels import add_scaled, weight_gradient
 
@@ -99,13 +99,13 @@ class _AddUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, update: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return add_scaled(z.contiguous(), update.contiguous(), scale)
+        return add_scaled(dense(z), dense(update), scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
-        return dz, add_scaled(None, dz.contiguous(), scale), None
+        return dz, add_scaled(None, dense(dz), scale), None
 
 
 def add_update(z: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ class _Attention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         w = AttentionWeights(*weights)
-        z = z.contiguous()
+        z = dense(z)
         out, saved = _attention_forward(z, mask, scale, w, ending, save)
         if save:
             ctx.ending = ending
@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> Any:
         z, mask, scale, norm_weight, norm_bias, bias, *saved = ctx.saved_tensors
         dz, grads = _attention_backward(
-            dz.contiguous(), z, mask, scale, (norm_weight, norm_bias, bias), saved, ctx.ending
+            dense(dz), z, mask, scale, (norm_weight, norm_bias, bias), saved, ctx.ending
         )
         return dz, None, None, None, None, *grads
 
@@ -340,7 +340,7 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, *weights: Tensor) -> Tensor:
         w = TransitionWeights(*weights)
-        rows, keep = as_rows(x).contiguous(), mask.reshape(-1)
+        rows, keep = dense(as_rows(x)), mask.reshape(-1)
         out, packed = _transition_forward(rows, keep, w)
         ctx.save_for_backward(x, keep, w.norm_weight, w.norm_bias, packed)
         return out.view(x.shape)
@@ -349,7 +349,7 @@ class _Transition(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         x, *saved = ctx.saved_tensors
-        dx, grads = _transition_backward(as_rows(dout).contiguous(), as_rows(x), *saved)
+        dx, grads = _transition_backward(dense(as_rows(dout)), as_rows(x), *saved)
         return dx.view(x.shape), None, *grads
 
 

@@ -306,7 +306,7 @@ class Plan:
         return x, found
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # never dropped: a captured graph keeps the address of the plan's order
 def plan(shape: torch.Size, wide_bias: bool, device: int, aligned: bool, layout: Layout) -> Plan:
     """Return the plan of these sizes, compiling its kernels the first time.
 

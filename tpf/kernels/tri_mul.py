@@ -131,9 +131,15 @@ class Sizes(NamedTuple):
         return self.in_weights + self.out_weights + self.packed_rows * 8
 
 
-def fit_stages(fixed: int, stage: int, barrier_bytes: int) -> tuple[int, int]:
-    """Return (stages, bytes of shared memory) that fit beside the fixed part."""
-    stages = min(MAX_STAGES, (tri_attn.MAX_SHARED - fixed - 8) // (stage + barrier_bytes))
+def fit_stages(fixed: int, stage: int, barrier_bytes: int, users: int) -> tuple[int, int]:
+    """Return (stages, bytes of shared memory) that fit beside the fixed part; 0 stages if none.
+
+    users take items in turn. The stages are a multiple of them, so that a stage serves one user and
+    its laps are waited for one by one: waiting by parity for any other lap could take the one
+    before for it.
+    """
+    most = min(MAX_STAGES, (tri_attn.MAX_SHARED - fixed - 8) // (stage + barrier_bytes))
+    stages = most // users * users
     return stages, fixed + 8 + stages * (stage + barrier_bytes)
 
 
@@ -170,12 +176,12 @@ def _forward_variant(
 ) -> Variant:
     """Return the kernel with three consumers, or two if three stages do not fit.
 
-    fixed: bytes of the weights; outputs: output tiles of a consumer. Consumers take stages in turn,
-    so that with fewer stages than consumers one would wait for a lap that has not begun.
+    fixed: bytes of the weights; outputs: output tiles of a consumer.
     """
     for consumers in (FORWARD_CONSUMERS, 2):
-        stages, size = fit_stages(fixed + consumers * outputs * TILE_BYTES, stage, 16)
-        if stages >= consumers:
+        tiles = consumers * outputs * TILE_BYTES
+        stages, size = fit_stages(fixed + tiles, stage, 16, consumers)
+        if stages:
             break
     found = shared | {"CONSUMERS": consumers, "STAGES": stages, "SHARED_BYTES": size}
     return Variant(name, found, 128 * (consumers + 1), size)

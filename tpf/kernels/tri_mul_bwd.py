@@ -61,12 +61,12 @@ def backward_variants(sizes: Sizes) -> dict[str, Variant]:
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
     fixed = sizes.out_weights + c * 64 * 16
     stage = (hidden + 2 * c + max(hidden, c)) * TILE_BYTES + 5 * 1024
-    stages, size = tri_mul.fit_stages(fixed, stage, 24)
+    stages, size = tri_mul.fit_stages(fixed, stage, 24, BACKWARD_CONSUMERS // c)
     defines = shared | {"STAGES": stages, "SHARED_BYTES": size}
     found = {BWD_OUT: Variant(BWD_OUT, defines, threads, size)}
     fixed = sizes.team * (2 * c * TILE_BYTES + 64 * 16)
     stage = 2 * (c + sizes.team) * TILE_BYTES + 3 * 1024
-    stages, size = tri_mul.fit_stages(fixed, stage, 24)
+    stages, size = tri_mul.fit_stages(fixed, stage, 24, BACKWARD_CONSUMERS // sizes.team)
     for last in (0, 1):
         defines = shared | {"STAGES": stages, "LAST": last, "SHARED_BYTES": size}
         found[f"{BWD_IN}_{last}"] = Variant(BWD_IN, defines, threads, size)
