@@ -37,6 +37,7 @@ RECIPE = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_tiny_learns_one_protein(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # a laptop has none
     start = time.monotonic()

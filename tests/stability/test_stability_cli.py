@@ -181,6 +181,7 @@ def test_killed_study_ends_its_arm_with_the_state_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_tiny_study_finds_its_faults(tmp_path: Path) -> None:
     process = _start(tmp_path, "--tiny", "--json", "--out", "study")
     output, errors = process.communicate(timeout=1200)
