@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import emulate
 from tests.kernels.emulate import emulated
 from tpf.kernels import jit, reference
 from tpf.kernels import tri_attn_bwd as backward
@@ -165,6 +166,17 @@ def test_unwritten_memory_does_not_reach_the_gradients(monkeypatch: pytest.Monke
         backward, "workspace", lambda size, device: torch.full((size,), 0xFF, dtype=torch.uint8)
     )
     check(inputs((1, 3, 1, 33, 16)), random_mask((1, 3, 1, 33, 16)), 0.25)
+
+
+def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that stand still at random change nothing: every wait is a real one."""
+    tensors = inputs((1, 20, 2, 70, 32))
+    found = []
+    for seed in (0, 1, 2):
+        monkeypatch.setattr(emulate, "SEED", seed)
+        found.append(run(*tensors, None, 0.4))
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
 
 def test_dbias_is_summed_where_dk_comes(monkeypatch: pytest.MonkeyPatch) -> None:
