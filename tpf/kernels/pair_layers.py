@@ -192,13 +192,11 @@ def _attention_backward(
     dw_out = weight_gradient(as_rows(dupdate), gated)
     del dupdate, gated
     keys = mask.mT if ending else mask
-    *grads, dbias = tri_attn_bwd.tri_attn_bwd(
+    *_, dbias = tri_attn_bwd.tri_attn_bwd(
         query, key, value, bias, keys, 1 / math.sqrt(wide // heads), o, lse, residual,
-        _sliced(do, heads, ending),
+        _sliced(do, heads, ending), into=dviews[:3],
     )  # fmt: skip
-    for grad, place in zip(grads, dviews[:3], strict=True):
-        place.copy_(grad)
-    del do, grads
+    del do
     drows = dprojected.view(-1, 4 * wide)
     normed = torch.mm(drows, w_in)  # its gradient, until norm_backward
     dz, dnorm = norm.norm_backward(

@@ -135,17 +135,23 @@ def tri_attn_bwd(
     lse: Tensor,
     residual: Tensor,
     dout: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dbias) of triangle attention.
 
     Shapes and dtypes as in kernels/README.md; residual is empty when it was not saved, and the
-    softmax correction then uses the rounded output alone. Deterministic.
+    softmax correction then uses the rounded output alone. dq, dk and dv are written to the tensors
+    ``into``, if given: of the shapes of q, k, v, as ``tma.mappable`` asks. Deterministic.
     """
     call = Call(Inputs(q, k, v, bias, mask, out, lse, residual, dout), scale)
     plan = call.plan
     dbias = bias.new_empty_strided(bias.shape, plan.dbias.strides)
-    dq, dk, dv = (target(x, g) for x, g in zip((q, k, v), plan.gradients, strict=True))
-    call.place_early(dk[1])
+    if into is None:
+        dq, dk, dv = (target(x, g) for x, g in zip((q, k, v), plan.gradients, strict=True))
+        call.place_early(dk[1])
+    else:
+        dq, dk, dv = ((x, x) for x in into)
+        call.place_early(None)
     call.prepare()
     params = call.main_params(dq[1], dk[1], dv[1])
     params.order = plan.order(q.device).data_ptr()
