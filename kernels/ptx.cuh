@@ -65,9 +65,6 @@ DEV void mbar_wait_idle(u32 bar, u32 parity) {
 
 // ------------------------------------------------------------------------------ bulk copies
 
-DEV void tma_prefetch(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, int c0, int c1) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst), "l"(map), "r"(bar), "r"(c0), "r"(c1)
@@ -114,16 +111,6 @@ DEV void tma_store(const TensorMap* map, u32 src, int c0, int c1, int c2, int c3
                " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
-DEV void tma_reduce_add(const TensorMap* map, u32 src, int c0, int c1) {
-  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
-               " [%0, {%2, %3}], [%1];" ::"l"(map), "r"(src), "r"(c0), "r"(c1)
-               : "memory");
-}
-DEV void tma_reduce_add(const TensorMap* map, u32 src, int c0, int c1, int c2) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group"
-               " [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
-}
 DEV void bulk_store(void* dst, u32 src, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
                "r"(bytes)
@@ -163,9 +150,6 @@ DEV void reg_dealloc() {
 DEV void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-DEV void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 DEV bool elect_one() {
   u32 chosen;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
@@ -178,14 +162,6 @@ DEV int thread_now() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
-DEV u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// Programmatic dependent launch: wait for the kernel before, let the kernel after start.
-DEV void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void grid_launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ------------------------------------------------------------------------------ arithmetic
 
@@ -235,11 +211,6 @@ DEV u64 lds64(u32 addr) {
 DEV float lds32f(u32 addr) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr));
-  return v;
-}
-DEV u32 lds32(u32 addr) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(addr));
   return v;
 }
 DEV void sts32(u32 addr, u32 v) {

@@ -178,7 +178,8 @@ class TrainConfig:
     deterministic: bool = True
     """Choose GPU algorithms that repeat bit by bit (a few percent slower)."""
     compile: bool = False
-    """Compile the repeated blocks of the network: a minute or two at the start, faster steps."""
+    """Compile the repeated blocks with torch.compile, a minute or two at the start; the blocks then
+    run without our fused layers, so it is for GPUs that those kernels do not serve."""
     cpu_threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's choice. Small models run best on one."""
     validate_every: int = 0

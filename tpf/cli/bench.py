@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
 import shlex
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpf.cli.folders import new_folder
 from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tpf.bench.record import Record
     from tpf.bench.studies import Study
 
-RUNS = Path("runs")
 WIDTH = 140
 """Columns of the tables when standard output is no terminal."""
 
@@ -139,7 +138,7 @@ def run_study(request: Request) -> None:
     shown = {"study": study.name, "seeds": settings.seeds, "reps": settings.reps}
     record = Record(request.command, shown)
     if is_main:
-        record.open(request.out or _new_folder(study.name))
+        record.open(request.out or new_folder(f"bench-{study.name}"))
     try:
         study.run(settings, record)
     except UsageError:
@@ -195,14 +194,6 @@ def _numbers(flag: str, text: str | None, most: int | None = None) -> tuple[int,
 
 def _progress(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _new_folder(name: str) -> Path:
-    stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-bench-{name}"
-    folder, copy = RUNS / stem, 2
-    while folder.exists():
-        folder, copy = RUNS / f"{stem}-{copy}", copy + 1
-    return folder
 
 
 def _show(record: Record, as_json: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpf.cli.folders import RUNS, new_folder
 from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tpf.stability.results import Results
     from tpf.stability.study import Settings, Study
 
-RUNS = Path("runs")
 NEWEST = "newest"
 """Value of a ``--resume`` without a folder: ``--out`` if given, else the newest study in runs."""
 WIDTH = 150
@@ -122,7 +121,7 @@ def stability(
     else:
         settings = _settings(tiny, changes | fixed)
         chosen = _configuration(config, given, settings)
-        study = Study.create(out or _new_folder(), settings, chosen, _say)
+        study = Study.create(out or new_folder("stability"), settings, chosen, _say)
     _run(study, as_json)
 
 
@@ -214,14 +213,6 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _new_folder() -> Path:
-    stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-stability"
-    folder, copy = RUNS / stem, 2
-    while folder.exists():
-        folder, copy = RUNS / f"{stem}-{copy}", copy + 1
-    return folder
 
 
 def _show(study: Study, results: Results) -> None:

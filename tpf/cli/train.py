@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpf.cli.folders import RUNS, new_folder
 from tpf.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 NEWEST = "newest"
 """Value of a ``--resume`` without a run: ``--out`` if given, else the newest run in ``runs``."""
-RUNS = Path("runs")
 
 
 def train(
@@ -53,7 +52,9 @@ def train(
     replay: Annotated[
         Path | None, typer.Option(help="Run the one step of a replay file again.")
     ] = None,
-    impl: Annotated[str | None, typer.Option(help="Triangle operators: auto, cuda, torch.")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="Triangle operators: auto, cuda, flex, torch.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder [default: runs/<date>-<config>]")
     ] = None,
@@ -98,7 +99,7 @@ def train(
         given.insert(0, f"train.batch_size={ranks}")
     default = "compact" if available else "tiny"
     settings = _settings(config, given, run, default)
-    folder = run or out or _new_folder(settings.name)
+    folder = run or out or new_folder(settings.name)
     from tpf.cli.rank import run_rank
 
     if chosen.kind == "launch":
@@ -156,14 +157,6 @@ def _resumed_run(resume: str | None, out: Path | None) -> Path | None:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     return run
-
-
-def _new_folder(name: str) -> Path:
-    stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"
-    folder, copy = RUNS / stem, 2
-    while folder.exists():
-        folder, copy = RUNS / f"{stem}-{copy}", copy + 1
-    return folder
 
 
 def _replay(path: Path) -> None:

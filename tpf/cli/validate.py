@@ -48,7 +48,9 @@ def run(
     seeds: Annotated[int | None, typer.Option(help="Evaluation seeds.")] = None,
     sampling_steps: Annotated[int | None, typer.Option(help="Diffusion steps.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Skip larger targets.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Triangle operators: auto, cuda, torch.")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="Triangle operators: auto, cuda, flex, torch.")
+    ] = None,
     selection_weights: Annotated[
         str | None, typer.Option(help="fine-tuning or initial (model selection).")
     ] = None,

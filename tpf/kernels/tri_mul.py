@@ -22,8 +22,6 @@ ROWS = 64
 """Positions of one work item."""
 TILE_BYTES = 8192
 """64 positions or channels x 64 channels or positions in bf16."""
-MAX_CHANNELS = 128
-"""Widest z and hidden layer: the weight gradients of 64 channels must fit into registers."""
 FORWARD_CONSUMERS = 3
 BACKWARD_CONSUMERS = 2
 MAX_STAGES = 4

@@ -254,7 +254,6 @@ DEV void mbar_wait(u32 bar, u32 parity) {
 }
 DEV void mbar_wait_idle(u32 bar, u32 parity) { mbar_wait(bar, parity); }
 
-DEV void tma_prefetch(const TensorMap*) {}
 template <class... Coordinate>
 DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, Coordinate... coordinate) {
   constexpr int RANK = sizeof...(Coordinate);
@@ -345,18 +344,8 @@ DEV void reg_alloc() {}
 template <int Registers>
 DEV void reg_dealloc() {}
 DEV void named_sync(int id, int threads) { emu::meet(emu::named[id], threads); }
-DEV void named_arrive(int id, int threads) {
-  emu::Rendezvous& r = emu::named[id];
-  emu::progress();
-  if (++r.count == threads) {
-    r.count = 0;
-    ++r.generation;
-  }
-}
 DEV bool elect_one() { return emu::lane() == 0; }
 DEV int thread_now() { return emu::self->id; }
-DEV void grid_wait() {}
-DEV void grid_launch_next() {}
 
 DEV float ex2(float x) { return exp2f(x); }
 DEV float lg2(float x) { return log2f(x); }
@@ -379,7 +368,6 @@ static inline T shared_value(u32 addr) {
 DEV uint4 lds128(u32 addr) { return shared_value<uint4>(addr); }
 DEV u64 lds64(u32 addr) { return shared_value<u64>(addr); }
 DEV float lds32f(u32 addr) { return shared_value<float>(addr); }
-DEV u32 lds32(u32 addr) { return shared_value<u32>(addr); }
 DEV void sts32(u32 addr, u32 v) { memcpy(emu::at(addr), &v, sizeof v); }
 DEV void ldmatrix(u32 (&v)[4], u32 addr) {
   const u64 mine[4] = {addr};
