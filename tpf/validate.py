@@ -39,6 +39,7 @@ from tpf.metrics.structure import Scored, from_features, unbatch
 from tpf.model.model import Model
 from tpf.permutation import align
 from tpf.report.validate import write_validation_report
+from tpf.runfolder import unused
 
 _TORCH_STREAM = 3
 
@@ -203,7 +204,7 @@ def validate_checkpoint(
     saved = checkpoint.load(folder)
     config = from_dict(to_dict(saved.config), ["validate.max_targets=null", *overrides])
     if out is None:
-        out = _new_folder(_home(folder) / "validation" / folder.name)
+        out = unused(_home(folder) / "validation" / folder.name)
     elif out.exists():
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     entries = Entries(config.data)
@@ -229,13 +230,6 @@ def _home(folder: Path) -> Path:
     """Return the run of a checkpoint folder, or the folder that holds it if it has none."""
     run = folder.parent.parent
     return run if (run / "config.yaml").is_file() else folder.parent
-
-
-def _new_folder(wanted: Path) -> Path:
-    folder, copy = wanted, 2
-    while folder.exists():
-        folder, copy = wanted.with_name(f"{wanted.name}-{copy}"), copy + 1
-    return folder
 
 
 def _read_ids(path: Path) -> list[str]:

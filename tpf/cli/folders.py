@@ -10,8 +10,6 @@ RUNS = Path("runs")
 
 def new_folder(name: str) -> Path:
     """Return a folder of RUNS that does not exist, named after the time and ``name``."""
-    stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"
-    folder, copy = RUNS / stem, 2
-    while folder.exists():
-        folder, copy = RUNS / f"{stem}-{copy}", copy + 1
-    return folder
+    from tpf.runfolder import unused
+
+    return unused(RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}")
