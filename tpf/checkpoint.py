@@ -47,6 +47,14 @@ class Checkpoint:
     extra: dict[str, Any]
 
 
+def unused(wanted: Path) -> Path:
+    """Return the path, or the first of path-2, path-3, ... that does not exist."""
+    folder, copy = wanted, 2
+    while folder.exists():
+        folder, copy = wanted.with_name(f"{wanted.name}-{copy}"), copy + 1
+    return folder
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all (temporary sibling, fsync, rename)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -54,14 +54,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def unused(wanted: Path) -> Path:
-    """Return the path, or the first of path-2, path-3, ... that does not exist."""
-    folder, copy = wanted, 2
-    while folder.exists():
-        folder, copy = wanted.with_name(f"{wanted.name}-{copy}"), copy + 1
-    return folder
-
-
 def refuse_existing(path: Path) -> None:
     """Raise ``UsageError`` if something lies where a new run should go."""
     if path.exists():

@@ -39,7 +39,6 @@ from tpf.metrics.structure import Scored, from_features, unbatch
 from tpf.model.model import Model
 from tpf.permutation import align
 from tpf.report.validate import write_validation_report
-from tpf.runfolder import unused
 
 _TORCH_STREAM = 3
 
@@ -204,7 +203,7 @@ def validate_checkpoint(
     saved = checkpoint.load(folder)
     config = from_dict(to_dict(saved.config), ["validate.max_targets=null", *overrides])
     if out is None:
-        out = unused(_home(folder) / "validation" / folder.name)
+        out = checkpoint.unused(_home(folder) / "validation" / folder.name)
     elif out.exists():
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     entries = Entries(config.data)

@@ -10,6 +10,6 @@ RUNS = Path("runs")
 
 def new_folder(name: str) -> Path:
     """Return a folder of RUNS that does not exist, named after the time and ``name``."""
-    from tpf.runfolder import unused
+    from tpf.checkpoint import unused
 
     return unused(RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}")
