@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bars.stage_full(i), 1);
-      mbar_init(bars.stage_empty(i), 4 * kConsumers);
+      mbar_init(bars.stage_empty(i), kConsumerArrivals);
     }
     for (int i = 0; i < 2; ++i) {
       mbar_init(bars.resident_full(i), 1);

@@ -285,9 +285,10 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
-        if (g == kWaitStep && thread == 0) {
-          bulk_wait<0>();  // complete: the sums of the next item come after these
-          mbar_arrive(bars.sent(warpgroup));
+        if (g == kWaitStep) {
+          if (thread == 0) bulk_wait<0>();  // complete: the sums of the next item come after these
+          if (EVERY_LANE) named_sync(1 + warpgroup, 128);
+          if (EVERY_LANE || thread == 0) mbar_arrive(bars.sent(warpgroup));
         }
         if constexpr (!kAhead) {
           keep_words(kSplit ? rest : gradient, never, full, parity);
@@ -330,15 +331,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bars.full(i), 1);
-      mbar_init(bars.empty(i), 4 * kConsumers);
+      mbar_init(bars.empty(i), kConsumerArrivals);
     }
     for (int g = 0; g < kG; ++g) {
       mbar_init(bars.resident_full(g), 1);
-      mbar_init(bars.resident_empty(g), 4 * kConsumers);
+      mbar_init(bars.resident_empty(g), kConsumerArrivals);
     }
     mbar_init(bars.bias_full(), 1);
-    mbar_init(bars.bias_empty(), 4 * kConsumers);
-    for (int w = 0; w < kConsumers; ++w) mbar_init(bars.sent(w), 1);
+    mbar_init(bars.bias_empty(), kConsumerArrivals);
+    for (int w = 0; w < kConsumers; ++w) mbar_init(bars.sent(w), EVERY_LANE ? 128 : 1);
     mbar_init_fence();
   }
   __syncthreads();
