@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpf.kernels import jit, reference
+from tpf.kernels import jit, launch, reference
 from tpf.kernels import tri_attn_bwd_plan as plans
 from tpf.kernels.tri_attn_bwd import tri_attn_bwd
 from tpf.kernels.tri_attn_bwd_paper import tri_attn_bwd_paper
@@ -181,7 +181,7 @@ def time_variants(results: dict) -> None:
                 q, k, v, bias, mask, dout = inputs[d]
                 usual = plans.TUNING[kernel, d]
                 plans.TUNING[kernel, d] = tuning(*option)
-                plans.plan.cache_clear()
+                launch.forget_plans()
                 call = functools.partial(
                     tri_attn_bwd, q, k, v, bias, mask, d**-0.5, *saved[d], dout
                 )
@@ -189,7 +189,7 @@ def time_variants(results: dict) -> None:
                     found = kernel_ms(call, 3)[kernel]
                 finally:
                     plans.TUNING[kernel, d] = usual
-                    plans.plan.cache_clear()
+                    launch.forget_plans()
                 times.setdefault((kernel, d, option), []).append(found)
                 time.sleep(PAUSE)
     for (kernel, d, option), found in times.items():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,18 +40,24 @@ def event_ms(call: Call, repeats: int = 20) -> float:
     return statistics.median(times)
 
 
+def gradient_by_parts(dy: Tensor, x: Tensor, parts: int = 32) -> Tensor:
+    """Return the gradient of a weight as a sum of parts that fill the GPU (rows divide evenly)."""
+    dy_parts, x_parts = (t.view(parts, -1, t.shape[1]) for t in (dy, x))
+    return torch.bmm(dy_parts.mT, x_parts, out_dtype=torch.float32).sum(0)
+
+
 def time_kernels(n: int) -> dict[str, Any]:
     """Time the kernels of the fused layers and the forms of a weight gradient."""
     rows, c, heads = n * n, 128, 4
     x, dy = torch.randn(2, rows, c, device=DEVICE).bfloat16()
     weight, bias = torch.randn(2, c, device=DEVICE)
     head_weight = torch.randn(heads, c, device=DEVICE)
-    normed, dheads = norm.norm_forward(x, weight, bias, head_weight, rows)
+    normed, dheads = norm.norm_and_heads(x, weight, bias, head_weight, rows)
     wide = torch.randn(rows, 4 * c, device=DEVICE).bfloat16()
     gate = wide.view(1, n, n, 4 * c)[..., 3 * c :]
     o = dy.view(1, n, n, c).transpose(1, 2)
     pair, scale = x.view(1, n, n, c), torch.rand(1, 1, n, c, device=DEVICE).bfloat16()
-    chunk = next(pair_layers._chunks(rows, 4 * c)).stop
+    _, chunk = next(pair_layers._chunks(rows, 4 * c))
     hidden = torch.randn(chunk, 8 * c, device=DEVICE).bfloat16()
     product, keep = hidden[:, : 4 * c].contiguous(), torch.ones(rows, device=DEVICE) > 0
     head_out, wide_in = torch.randn(2, 8 * c, c, device=DEVICE).bfloat16()
@@ -59,7 +66,7 @@ def time_kernels(n: int) -> dict[str, Any]:
     part = chunk / rows  # of the rows that a transition works on at once
     calls: dict[str, tuple[Call, float]] = {
         "norm fwd": (lambda: norm.norm_forward(x, weight, bias), 2),
-        "norm fwd + bias": (lambda: norm.norm_forward(x, weight, bias, head_weight, rows), 2),
+        "norm fwd + bias": (lambda: norm.norm_and_heads(x, weight, bias, head_weight, rows), 2),
         "norm bwd": (lambda: norm.norm_backward(dy, x, weight, bias, x), 4),
         "norm bwd + bias, y": (
             lambda: norm.norm_backward(
@@ -82,8 +89,10 @@ def time_kernels(n: int) -> dict[str, Any]:
         "clone": (x.clone, 2),
         "product in": (lambda: torch.mm(x, head_out.t()), 5),
         "product back": (lambda: torch.mm(wide, head_out), 5),
-        "weights, parts": (lambda: pair_kernels.weight_gradient(wide, x), 5),
-        "weights, one product": (lambda: torch.mm(wide.t(), x, out_dtype=torch.float32), 5),
+        "weights in": (lambda: pair_kernels.weight_gradient(wide, x), 5),
+        "weights in, parts": (lambda: gradient_by_parts(wide, x), 5),
+        "weights out": (lambda: pair_kernels.weight_gradient(dy, x), 2),
+        "weights out, parts": (lambda: gradient_by_parts(dy, x), 2),
         "transition weights": (lambda: pair_kernels.weight_gradient(hidden, x[:chunk]), 9 * part),
     }  # fmt: skip
     found = {}

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +21,24 @@ from torch import nn
 from tpf import checkpoint
 from tpf.config import load
 from tpf.errors import TpfError, UsageError
+from tpf.runfolder import RunFolder
+from tpf.saver import Saver
+
+CONFIG = load("tiny", ["train.keep=2"])
 
 
-def _save(run: Path, step: int) -> Path:
-    tensors = {name: {"w": torch.full((3,), float(step))} for name in ("model", "ema", "optimizer")}
-    return checkpoint.save(run, step, load("tiny"), tensors, {"seed": 0})
+def _tensors(value: float, size: int = 3) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        name: {"w": torch.full((size,), float(value))} for name in ("model", "ema", "optimizer")
+    }
+
+
+def _save(run: Path, step: int, size: int = 3) -> Path:
+    return checkpoint.save(run, step, load("tiny"), _tensors(step, size), {"seed": 0})
+
+
+def _names(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -28,8 +51,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_no_temporary_files_stay(tmp_path: Path) -> None:
     _save(tmp_path, 1)
-    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert names == ["last", "step-000001"]
+    assert _names(tmp_path) == ["last", "step-000001"]
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -41,7 +63,7 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step-000003").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "state"])
+@pytest.mark.parametrize("damage", ["truncate", "delete", "state", "step", "bit"])
 def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
     _save(tmp_path, 1)
     last = _save(tmp_path, 2)
@@ -50,6 +72,14 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage:
         file.write_bytes(file.read_bytes()[:-4])
     elif damage == "delete":
         (last / "ema.safetensors").unlink()
+    elif damage == "bit":
+        file = last / "optimizer.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif damage == "step":
+        state = json.loads((last / "state.json").read_text())
+        (last / "state.json").write_text(json.dumps(state | {"step": 3}))
     else:
         (last / "state.json").write_text("{")
     messages: list[str] = []
@@ -84,3 +114,104 @@ def test_resolve_names_what_is_missing(tmp_path: Path) -> None:
         checkpoint.resolve(tmp_path / "none")
     with pytest.raises(UsageError, match="neither a run folder"):
         checkpoint.resolve(tmp_path)
+
+
+def test_pruning_leaves_nothing_half_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed while it deletes leaves no folder that looks like a checkpoint."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    checkpoint.prune(tmp_path, 1)
+    visible = [name for name in _names(tmp_path) if not name.startswith(".")]
+    assert visible == ["last", "step-000002"]
+
+
+@contextmanager
+def _largest_file(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_failed_write_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    with _largest_file(20_000), pytest.raises(TpfError, match="step-000002 cannot be written"):
+        _save(tmp_path, 2, size=10_000)
+    assert _names(tmp_path) == ["last", "step-000001"]
+    assert checkpoint.load_last(tmp_path, print).step == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a tmpfs")
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_full_disk_is_survived_and_told_once(small_disk: Path) -> None:
+    saver = Saver(small_disk)
+    saver.save(1, CONFIG, _tensors(1, 10_000), {})  # 120 kB
+    saver.wait()
+    saver.save(2, CONFIG, _tensors(2, 20_000), {})  # 240 kB more
+    with pytest.raises(TpfError, match=r"step-000002 cannot be written .*earlier ones"):
+        saver.wait()
+    assert _names(small_disk) == ["last", "step-000001"]
+    assert (small_disk / "checkpoints" / "last").read_text() == "step-000001\n"
+    saver.save(3, CONFIG, _tensors(3, 20_000), {})
+    while (problem := saver.problem()) is None:
+        time.sleep(0.01)
+    assert "step-000003" in problem and saver.problem() is None
+    saver.save(4, CONFIG, _tensors(4, 5_000), {})  # fits again
+    saver.wait()
+    assert checkpoint.load_last(small_disk, print).step == 4
+
+
+def test_saver_copies_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that follow change the tensors while a slow disk is written."""
+    goes_on = threading.Event()
+    write = checkpoint.save
+
+    def slow(*arguments: Any) -> Path:
+        assert goes_on.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    saver, tensors = Saver(tmp_path), _tensors(1)
+    for step in (1, 2, 3):
+        saver.save(step, CONFIG, tensors, {"seed": step})
+        assert not (tmp_path / "checkpoints" / f"step-{step:06d}").exists()
+        for named in tensors.values():
+            named["w"] += 1
+        goes_on.set()
+    saver.wait()
+    assert _names(tmp_path) == ["last", "step-000002", "step-000003"]  # CONFIG keeps two
+    for step in (2, 3):
+        saved = checkpoint.load(tmp_path / "checkpoints" / f"step-{step:06d}")
+        assert torch.equal(saved.model["w"], torch.full((3,), float(step)))
+        assert saved.extra == {"seed": step}
+
+
+def test_run_folder_that_cannot_be_written_is_wrong_usage(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written") as caught:
+        RunFolder.create(tmp_path / "file" / "run", CONFIG)
+    assert caught.value.exit_code == 2
+    with _largest_file(100), pytest.raises(UsageError, match="cannot be written"):
+        RunFolder.create(tmp_path / "run", CONFIG)
+    assert not (tmp_path / "run").exists()
+
+
+def test_full_disk_of_the_step_log_is_one_sentence(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with _largest_file(100), pytest.raises(TpfError, match=r"train\.jsonl: cannot be written"):
+        run.log({"step": 1, "text": "x" * 200})

@@ -27,15 +27,27 @@ ALLOWED: dict[str, set[str]] = {
     "optim": BASE,
     "checkpoint": BASE | {"optim"},
     "dist": BASE,
-    "launch": {"errors"},
+    "launch": {"errors", "slurm"},
+    "slurm": {"errors"},
+    "phases": set(),
+    "journal": set(),
+    "precision": {"config"},
+    "watchdog": {"errors"},
     "signals": set(),
     "tracker": BASE,
-    "estimate": {"config"},
-    "runfolder": BASE | {"checkpoint", "report"},
+    "memory": {"config"},
+    "weights": BASE | {"checkpoint", "model"},
+    "saver": BASE | {"checkpoint"},
+    "runfolder": BASE | {"checkpoint", "report", "saver"},
+    "infer": BASE | {"data", "kernels", "metrics", "model", "checkpoint", "dist", "weights"},
+    "targets": BASE | {"data", "metrics"},
     "validate": BASE
-    | {"data", "kernels", "metrics", "model", "permutation", "checkpoint", "dist", "report"},
+    | {"data", "metrics", "model", "permutation", "dist", "report", "infer", "signals", "targets"},
 }
-ANYTHING_BUT_CLI = {"train", "step", "guard", "doctor", "bench", "predict", "stability"}
+ANYTHING_BUT_CLI = {
+    "train", "trainer", "loop", "replay", "step", "guard", "doctor", "bench", "predict",
+    "stability",
+}  # fmt: skip
 
 
 def _owner(path: Path) -> str:

@@ -17,6 +17,8 @@ HOMODIMER = "1k6p"
 """HIV protease: chains A and B of one entity, an inhibitor."""
 SYMMETRIC_LIGAND = "3ptb"
 """Trypsin with benzamidine, whose ring and amidine can be flipped."""
+KINASE_DIMER = "7siu"
+"""HPK1: two copies of the kinase domain, each with its inhibitor (9ID)."""
 COLUMNS = [
     "label_asym_id",
     "auth_asym_id",
@@ -37,9 +39,10 @@ def edited(shared_data: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]
     def make(
         entry: str, change: Callable[[list[str]], bool | None], atoms_only: bool = False
     ) -> tuple[Path, Path]:
-        source = shared_data / "general" / f"{entry}.cif.gz"
+        folder = "kinase" if entry == KINASE_DIMER else "general"
+        source = shared_data / folder / f"{entry}.cif.gz"
         if not source.is_file():
-            pytest.skip(f"{source.name} is not in shared/data/general")
+            pytest.skip(f"{source.name} is not in shared/data/{folder}")
         block = gemmi.cif.read(str(source)).sole_block()
         table = block.find("_atom_site.", COLUMNS)
         dropped = []
@@ -100,6 +103,22 @@ def test_exchanged_copies_of_a_homodimer_score_alike(
     result = score_files(copy, original)
     perfect(result)
     assert "lddt_inter_protein_protein" in result["metrics"]
+
+
+@pytest.mark.parametrize("names", [swap(("A", "B")), swap(("C", "D"))], ids=["kinases", "ligands"])
+def test_copies_of_a_kinase_and_its_ligand_are_paired_by_place(
+    edited: Callable[..., tuple[Path, Path]], names: dict[str, str]
+) -> None:
+    """Exchanging one kind of copy only leaves each kinase with the ligand of the other name."""
+
+    def exchange(row: list[str]) -> None:
+        row[CHAIN] = names.get(row[CHAIN], row[CHAIN])
+
+    copy, original = edited(KINASE_DIMER, exchange)
+    result = score_files(copy, original)
+    perfect(result)
+    assert result["metrics"]["ligand_success"] == 1.0
+    assert "lddt_inter_protein_ligand" in result["metrics"]
 
 
 def test_equivalent_atoms_of_residues_and_ligands_may_be_exchanged(

@@ -18,13 +18,11 @@ import torch
 
 from tpf import checkpoint
 from tpf.cli.display import Silent
-from tpf.cli.rank import run_rank
 from tpf.config import Config, load
-from tpf.errors import UsageError
-from tpf.guard import NonFinite
-from tpf.launch import Plan, launch
+from tpf.errors import NonFinite, UsageError
+from tpf.replay import replay
 from tpf.step import draws
-from tpf.train import Options, replay, train
+from tpf.train import Options, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
 SMALL = [
@@ -245,18 +243,3 @@ def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_two_ranks_train_like_one(tmp_path: Path) -> None:
-    config = small("train.steps=3", "train.batch_size=2")
-    launch(Plan("launch", 2), run_rank, config, tmp_path / "two", False, None, True)
-    run(config, tmp_path / "one")
-    one, two = state(tmp_path / "one"), state(tmp_path / "two")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
-
-
-def test_failing_rank_is_named(tmp_path: Path) -> None:
-    config = small("train.steps=3", "train.batch_size=2", f"data.path={tmp_path / 'none'}")
-    with pytest.raises(UsageError, match=r"rank \d failed: .*none: no such file or folder"):
-        launch(Plan("launch", 2), run_rank, config, tmp_path / "two", False, None, True)

@@ -1,13 +1,16 @@
 """Checkpoints: folders of safetensors files, written whole or not at all.
 
 A checkpoint ``checkpoints/step-000100`` holds ``model.safetensors``, ``ema.safetensors``,
-``optimizer.safetensors``, ``state.json`` (step, seed, configuration, file sizes). Every random
-draw of training is a function of (seed, step, sample), so these two numbers are the whole state
-of the random generators and of the sampler. Nothing is ever unpickled.
+``optimizer.safetensors``, ``state.json`` (step, seed, configuration, size and SHA-256 of each
+file). Every random draw of training is a function of (seed, step, sample), so these two numbers
+are the whole state of the random generators of all ranks and of the sampler. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
@@ -25,7 +28,7 @@ from torch import Tensor
 from tpf.config import Config, from_dict, to_dict
 from tpf.errors import TpfError, UsageError
 
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"^step-(\d{6,})$")
 _FILES = ("model", "ema", "optimizer")
 
@@ -58,17 +61,49 @@ def unused(wanted: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all (temporary sibling, fsync, rename)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(path))
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as handle:
-        os.fsync(handle.fileno())
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _seal(state: dict[str, Any]) -> str:
+    """Return the checksum of the entries of ``state.json`` other than itself."""
+    content = {name: value for name, value in state.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write_files(
+    folder: Path, tensors: dict[str, dict[str, Tensor]]
+) -> dict[str, dict[str, int | str]]:
+    """Write the tensor files into a folder and return the size and checksum of each."""
+    files: dict[str, dict[str, int | str]] = {}
+    for name in _FILES:
+        path = folder / f"{name}.safetensors"
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors[name].items()}, str(path))
+        path.chmod(0o644)  # safetensors keeps its files from other users
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return files
 
 
 def save(
@@ -80,8 +115,9 @@ def save(
 ) -> Path:
     """Write the checkpoint of ``step`` under ``run`` and point ``last`` to it.
 
-    ``tensors`` has the dictionaries ``model``, ``ema`` and ``optimizer``. Raises ``TpfError``
-    naming the folder when the disk is full or not writable; earlier checkpoints stay untouched.
+    ``tensors`` has the dictionaries ``model``, ``ema`` and ``optimizer``. The folder gets its name
+    when all of it is on the disk, and ``last`` moves after that. Raises ``TpfError`` naming the
+    folder when the disk is full or not writable; earlier checkpoints stay untouched.
     """
     folder = run / "checkpoints"
     final = folder / f"step-{step:06d}"
@@ -93,26 +129,24 @@ def save(
         for left in [*folder.glob(".step-*"), final]:  # of killed processes, or damaged
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()
-        for name in _FILES:
-            _save_tensors(temporary / f"{name}.safetensors", tensors[name])
-        sizes = {
-            f"{name}.safetensors": (temporary / f"{name}.safetensors").stat().st_size
-            for name in _FILES
-        }
-        state = {
+        state: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
             "config": to_dict(config),
-            "sizes": sizes,
+            "files": _write_files(temporary, tensors),
             "extra": extra,
         }
+        state["seal"] = _seal(state)
         write_text(temporary / "state.json", json.dumps(state, indent=1))
+        _sync(temporary)
         temporary.rename(final)
+        _sync(folder)
         write_text(folder / "last", final.name + "\n")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise TpfError(
-            f"checkpoint {final}: {error}; free space or choose another --out, then --resume"
+            f"checkpoint {final} cannot be written ({error}); earlier ones are untouched: "
+            f"free space or choose another --out, then --resume {run}"
         ) from error
     return final
 
@@ -120,7 +154,12 @@ def save(
 def prune(run: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints of a run."""
     for _, path in _steps(run)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+        hidden = path.with_name(f".{path.name}.{os.getpid()}")  # never seen half deleted
+        try:
+            path.rename(hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _steps(run: Path) -> list[tuple[int, Path]]:
@@ -132,6 +171,7 @@ def _steps(run: Path) -> list[tuple[int, Path]]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
+    """Return ``state.json``; raise ``CheckpointError`` unless all files have their sizes."""
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -140,17 +180,34 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {path}: format {state.get('format')}, this version reads {FORMAT}"
         )
-    for name, size in state["sizes"].items():
+    if state.get("seal") != _seal(state):
+        raise CheckpointError(f"checkpoint {path}: state.json was changed after it was written")
+    for name, written in state["files"].items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != size:
+        if not file.is_file() or file.stat().st_size != written["bytes"]:
             raise CheckpointError(f"checkpoint {path}: {name} is missing or truncated")
     return state
 
 
+def _read_checked(path: Path) -> dict[str, Any]:
+    """Return ``state.json``; raise ``CheckpointError`` unless every file is as it was written."""
+    state = _read_state(path)
+    for name, written in state["files"].items():
+        try:
+            found = _sha256(path / name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path}: {name} cannot be read ({error})") from error
+        if found != written["sha256"]:
+            raise CheckpointError(
+                f"checkpoint {path}: {name} is damaged (its SHA-256 is not the one written)"
+            )
+    return state
+
+
 def damage(path: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint folder, None if all are whole."""
+    """Return what is wrong with a checkpoint folder, None if every byte is as it was written."""
     try:
-        _read_state(path)
+        _read_checked(path)
     except CheckpointError as error:
         return str(error)
     return None
@@ -158,11 +215,11 @@ def damage(path: Path) -> str | None:
 
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint folder; raise ``CheckpointError`` if any part is missing or damaged."""
-    state = _read_state(path)
+    state = _read_checked(path)
     try:
         model, ema, optimizer = (load_file(str(path / f"{name}.safetensors")) for name in _FILES)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path}: damaged ({error})") from error
+        raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
     config = from_dict(state["config"])
     return Checkpoint(path, int(state["step"]), config, model, ema, optimizer, state["extra"])
 
@@ -194,9 +251,10 @@ def resolve(path: str | Path) -> Path:
     if (path / "state.json").is_file():
         return path
     if (path / "checkpoints").is_dir():
-        whole = [step for _, step in _steps(path) if not damage(step)]
-        if whole:
-            return whole[-1]
+        for _, step in reversed(_steps(path)):
+            with contextlib.suppress(CheckpointError):  # the contents are checked when loaded
+                _read_state(step)
+                return step
         raise UsageError(f"run {path}: holds no whole checkpoint")
     if not path.exists():
         raise UsageError(f"checkpoint {path}: no such file or folder")

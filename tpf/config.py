@@ -106,11 +106,22 @@ class DataConfig:
     crop_spatial: float = 0.4
     crop_interface: float = 0.4
     msa: str | None = None
-    """Folder of alignments; None gives one row, the query."""
+    """Folder of alignments, or table of ENTRY_CHAIN FILE; None gives one row, the query."""
     max_msa_rows: int = 16384
+    sampled_msa_rows: int = 4096
+    """Rows of these that a training sample holds, drawn anew at every visit: the model looks at
+    ``msa_rows`` random ones in each of at most four cycles."""
     max_templates: int = 4
     release_cutoff: str | None = None
     """Latest release date, YYYY-MM-DD; entries without a date are kept."""
+    released_after: str | None = None
+    """YYYY-MM-DD; entries released on that day or before, or without a date, are left out."""
+    only: str | None = None
+    """File of entry ids, one a line; the others are left out."""
+    without: str | None = None
+    """File of entry ids that are left out."""
+    kinases: bool = False
+    """Only entries with a protein kinase, found by the motifs of its catalytic loop."""
     max_resolution: float = 9.0
     """Angstrom; entries without a resolution (NMR) are kept."""
     max_chains: int = 300
@@ -119,6 +130,8 @@ class DataConfig:
     """File of lines ENTRY_CHAIN CLUSTER for the sampling weights; None: equal sequences."""
     ccd: str | None = None
     """Extra component dictionary (mmCIF or BinaryCIF), looked up before the installed one."""
+    loader_limit: float = 600.0
+    """Seconds that a step waits for a loader process before it counts as hung; 0 waits."""
     conformers: Literal["auto", "rdkit", "ideal"] = "auto"
     """Source of reference conformers; auto takes RDKit when installed, else ideal coordinates."""
     workers: int = 0
@@ -177,13 +190,20 @@ class TrainConfig:
     precision: Literal["bf16-mixed", "fp32"] = "fp32"
     deterministic: bool = True
     """Choose GPU algorithms that repeat bit by bit (a few percent slower)."""
+    tf32: bool = False
+    """Let a GPU multiply FP32 matrices in TF32 (10 bits of fraction)."""
     compile: bool = False
     """Compile the repeated blocks with torch.compile, a minute or two at the start; the blocks then
     run without our fused layers, so it is for GPUs that those kernels do not serve."""
+    graphs: bool = False
+    """Replay blocks as CUDA graphs, with the same results, where a GPU waits for the host. Their
+    activations are then recomputed in the backward pass, whatever model.checkpoint says."""
     cpu_threads: int = 0
     """Threads of torch's CPU operators; 0 leaves torch's choice. Small models run best on one."""
     validate_every: int = 0
     """Steps between validations; 0 validates before the first and after the last step only."""
+    step_limit: float = 1800.0
+    """Seconds after which a step counts as hung: all ranks write their stacks and end; 0 waits."""
     checkpoint_every: int = 100
     keep: int = 3
     """Checkpoints kept."""
@@ -195,7 +215,8 @@ class TrainConfig:
         _positive(self, "checkpoint_every", "keep", "diffusion_chunk", "noise_sd")
         if not 0 <= self.ema < 1:
             raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
-        for name in ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads"):
+        whole = ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads")
+        for name in (*whole, "step_limit"):
             if getattr(self, name) < 0:
                 raise UsageError(f"train.{name} is {getattr(self, name)}; give 0 or more")
 
@@ -214,6 +235,8 @@ class ValidateConfig:
     """Targets of a validation during training, taken evenly from the list; None takes all."""
     max_tokens: int | None = None
     """Targets above this number of tokens are skipped and listed."""
+    extras: bool = False
+    """Also score what OpenFold3 does not: ligand poses, pocket lDDT, DockQ, DFG of kinases."""
     selection_weights: Literal["fine-tuning", "initial"] = "fine-tuning"
 
     def __post_init__(self) -> None:

@@ -1,19 +1,30 @@
-"""The processes of one training job: rank, size, device, and the few collectives in use."""
+"""The processes of one training job: rank, size, device, and the few collectives in use.
+
+Gradients go over the device's own group (NCCL, or Gloo on the CPU). Everything else goes over a
+second group on the CPU, so that it never waits for a GPU and may wait long for a validation.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpf.errors import HardwareError
+from tpf.config import TrainConfig
+from tpf.errors import HardwareError, TpfError, rebuild
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
-"""Longest wait in a collective; covers a validation that only rank 0 runs."""
+PATIENCE = datetime.timedelta(hours=2)
+"""Longest wait of one rank for another: covers a validation and the first compilation."""
+LINGER = 3.0
+"""Seconds that a rank which lost another waits, so that the launcher sees first who died."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    side: dist.ProcessGroup | None = None
+    """Group on the CPU; None in a job of one process."""
 
     @property
     def is_main(self) -> bool:
@@ -32,19 +45,87 @@ class World:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add ``tensor`` over all ranks in place and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._contact():
+                dist.all_reduce(tensor)
         return tensor
+
+    def share(self, value: Any) -> list[Any]:
+        """Return on every rank what each rank gave, by rank; over the CPU."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self._contact():
+            dist.all_gather_object(found, value, group=self.side)
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return on the main rank what each rank gave, by rank, elsewhere nothing; over the CPU."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size if self.is_main else []
+        with self._contact():
+            dist.gather_object(value, found if self.is_main else None, group=self.side)
+        return found
 
     def any(self, flag: bool) -> bool:
         """Return on every rank whether ``flag`` is true on any rank."""
-        if self.size == 1:
-            return flag
-        return bool(self.sum_(torch.tensor(float(flag), device=self.device)) > 0)
+        return any(self.share(flag))
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        if self.size > 1:
-            dist.barrier()
+        self.share(None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the block fail on all ranks if it failed on any, after it has ended on each.
+
+        Only for blocks that hold no collective.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
+        self.agree(failure)
+
+    def agree(self, failure: Exception | None) -> None:
+        """Raise on every rank, naming the ranks that gave a failure, if any did."""
+        told = self.share(None if failure is None else _told(failure))
+        failed = {rank: words for rank, words in enumerate(told) if words is not None}
+        if not failed:
+            return
+        kind = next(iter(failed.values()))[0]
+        texts = [text for _, text in failed.values()]
+        if len(failed) == self.size and len(set(texts)) == 1:
+            sentence = texts[0]  # the same everywhere: a wrong path, a file that is absent
+        else:
+            named = (f"rank {rank} failed: {text}" for rank, (_, text) in failed.items())
+            sentence = "; ".join(named)
+        error = rebuild(kind, sentence)
+        error.shared = True
+        raise error from failure
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            time.sleep(LINGER)
+            first = (str(error).splitlines() or [""])[0]
+            raise TpfError(
+                f"lost contact with another rank ({first}); go on from the last checkpoint "
+                "with --resume"
+            ) from error
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Return the kind of an error and its text, as other processes are told it."""
+    kind = type(error).__name__
+    if isinstance(error, TpfError):
+        return kind, str(error)
+    return kind, f"unexpected {kind}: {error} (--debug shows where)"
 
 
 def start(cpu_threads: int = 0) -> World:
@@ -68,9 +149,26 @@ def start(cpu_threads: int = 0) -> World:
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    return World(rank, size, device)
+    if size == 1:
+        return World(rank, size, device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=PATIENCE)
+    return World(rank, size, device, dist.new_group(backend="gloo", timeout=PATIENCE))
+
+
+def prepare(cfg: TrainConfig) -> World:
+    """Join the job and set what the arithmetic of training depends on."""
+    world = start(cfg.cpu_threads)
+    torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
+    torch.backends.cudnn.allow_tf32 = cfg.tf32
+    if cfg.deterministic and world.device.type == "cuda":
+        make_deterministic()
+    return world
+
+
+def restarts() -> int:
+    """Return how often the launcher has started the ranks of this job anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def make_deterministic() -> None:

@@ -10,6 +10,8 @@ class TpfError(Exception):
     """
 
     exit_code = 1
+    shared = False
+    """Raised on every rank of the job at the same place, so that none waits for another."""
 
 
 class UsageError(TpfError):
@@ -28,6 +30,11 @@ class Interrupted(TpfError):
     """Stopped by a signal after the state was saved (exit code 130)."""
 
     exit_code = 130
+    shared = True
+
+
+class NonFinite(TpfError):
+    """A loss or gradient that is NaN or infinite."""
 
 
 class DataError(TpfError):
@@ -41,3 +48,11 @@ class DataError(TpfError):
 
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str]]:
         return (DataError, (self.entry, self.stage, self.reason))
+
+
+def rebuild(kind: str, text: str) -> TpfError:
+    """Return the error of another process from the name of its class and its text."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, TpfError) and known is not DataError:
+        return known(text)
+    return TpfError(text)

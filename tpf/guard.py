@@ -1,22 +1,13 @@
-"""What happens when a step is not finite: find the first bad tensor, keep a replay file."""
+"""Find the first tensor that is not finite."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tpf.config import Config, to_dict
-from tpf.errors import TpfError, UsageError
-
-
-class NonFinite(TpfError):
-    """A loss or gradient that is NaN or infinite."""
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -73,25 +64,10 @@ def watch(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def write_replay(path: Path, config: Config, model: nn.Module, micro: dict[str, Any]) -> None:
-    """Store what is needed to run one sample's step again (atomic).
-
-    ``micro`` has ``batch`` (nested tensors), ``step`` and ``index``.
-    """
-    content = {"config": to_dict(config), "model": model.state_dict(), **micro}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(content, temporary)
-    temporary.replace(path)
-
-
-def read_replay(path: Path) -> dict[str, Any]:
-    """Read a replay file without executing anything in it; raise ``UsageError`` if it is none."""
-    if not path.is_file():
-        raise UsageError(f"--replay {path}: no such file")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for files that it did not write
-        raise UsageError(f"--replay {path}: not a replay file of tpf ({error})") from error
-    if not isinstance(content, dict) or not {"config", "model", "batch"} <= content.keys():
-        raise UsageError(f"--replay {path}: not a replay file of tpf")
-    return content
+def overflow(model: nn.Module) -> str | None:
+    """Return the parameter with the largest gradient if their global norm overflows."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    if not named or torch.stack([grad.norm() for _, grad in named]).norm().isfinite():
+        return None
+    largest = int(torch.stack([grad.abs().max() for _, grad in named]).argmax())
+    return f"gradient of parameter {named[largest][0]} (finite, but the norm overflows)"

@@ -38,36 +38,36 @@ def learning_rate(step: int, cfg: TrainConfig) -> float:
 class SampleGradients:
     """Sums gradients that were clipped sample by sample, and averages them by participation.
 
-    For each sample: ``backward()``, then ``add()``. After the last one: ``average()``, the
+    For each sample: ``backward()``, then ``add()``. After the last one: ``average(counts)``, the
     optimiser step, ``reset()``. With several processes, sum ``buffer`` over them before
-    ``average()``: it is one FP32 vector of all gradients followed by, for each parameter, the
-    number of samples that reached it (whose gradient was not None). Sums run in a fixed order.
+    ``counted()``: it is one FP32 vector of all gradients followed by, for each parameter, the
+    number of samples that reached it (whose gradient was not None), and by ``flags``. Sums run in
+    a fixed order. Nothing waits for the device but ``counted``.
     """
 
-    def __init__(self, model: nn.Module, clip: float) -> None:
+    def __init__(self, model: nn.Module, clip: float, flags: int = 0) -> None:
         """Make an empty sum for the trainable parameters of model; clip is the largest norm."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.clip = clip
-        self.nonfinite: str | None = None
-        """After ``add`` returned a norm that is not finite: which parameter it comes from."""
-        self._names = [name for name, _ in named]
-        self._parameters = [p for _, p in named]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() for p in self._parameters]
-        device = self._parameters[0].device if named else torch.device("cpu")
-        self.buffer = torch.zeros(sum(sizes) + len(sizes), device=device)
-        gradients, counts = self.buffer.split([sum(sizes), len(sizes)])  # type: ignore[no-untyped-call]
+        device = self._parameters[0].device if sizes else torch.device("cpu")
+        self.buffer = torch.zeros(sum(sizes) + len(sizes) + flags, device=device)
+        gradients, self._tail = self.buffer.split([sum(sizes), len(sizes) + flags])  # type: ignore[no-untyped-call]
         self._sums = [
             part.view_as(p)
             for part, p in zip(torch.split(gradients, sizes), self._parameters, strict=True)
         ]
-        self._counts = list(counts.unbind())
+        self._counts = list(self._tail[: len(sizes)].unbind())
+        self.flags = self._tail[len(sizes) :]
+        """What else the processes add up in the same call; [flags]."""
         self._averaged = False
 
-    def add(self) -> float:
+    @torch.no_grad()
+    def add(self) -> Tensor:
         """Clip the gradients now held by the parameters, add them, and clear them.
 
-        Returns the global norm before clipping. If it is not finite nothing is added and
-        ``nonfinite`` names the first parameter whose gradient is not finite.
+        Returns the global norm before clipping, a scalar on the device. If that is not finite
+        the sums are not either.
         """
         if self._averaged:
             raise RuntimeError("gradients were averaged; call reset() before the next sample")
@@ -76,26 +76,24 @@ class SampleGradients:
         for parameter in self._parameters:
             parameter.grad = None
         if not gradients:
-            return 0.0
-        norm = float(torch.stack(torch._foreach_norm(gradients)).norm())
-        if not norm < float("inf"):
-            self.nonfinite = self._first_nonfinite(taking_part, gradients)
-            return norm
-        scale = self.clip / norm if norm > self.clip else 1.0
-        torch._foreach_add_([self._sums[k] for k in taking_part], gradients, alpha=scale)
+            return self.buffer.new_zeros(())
+        norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+        scale = torch.where(norm > self.clip, self.clip / norm, 1.0)
+        torch._foreach_mul_(gradients, scale)
+        torch._foreach_add_([self._sums[k] for k in taking_part], gradients)
         torch._foreach_add_([self._counts[k] for k in taking_part], 1.0)
         return norm
 
-    def _first_nonfinite(self, taking_part: list[int], gradients: list[Tensor]) -> str:
-        finite = torch.stack([g.isfinite().all() for g in gradients]).tolist()
-        if False in finite:
-            return self._names[taking_part[finite.index(False)]]
-        largest = int(torch.stack([g.abs().max() for g in gradients]).argmax())
-        return f"{self._names[taking_part[largest]]} (finite, but the norm overflows)"
+    def counted(self) -> tuple[list[float], list[float]]:
+        """Return the samples that reached each parameter, and the flags; waits for the device."""
+        values: list[float] = self._tail.tolist()
+        return values[: len(self._counts)], values[len(self._counts) :]
 
-    def average(self) -> None:
-        """Give every parameter its mean over the samples that reached it; None without any."""
-        counts = torch.stack(self._counts).tolist() if self._counts else []
+    def average(self, counts: list[float]) -> None:
+        """Give every parameter its mean over the samples that reached it; None without any.
+
+        ``counts`` are those of ``counted``.
+        """
         reached = [k for k, count in enumerate(counts) if count > 0]
         sums = [self._sums[k] for k in reached]
         if sums:
@@ -112,7 +110,6 @@ class SampleGradients:
         for parameter in self._parameters:
             parameter.grad = None
         self.buffer.zero_()
-        self.nonfinite = None
         self._averaged = False
 
 

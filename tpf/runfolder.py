@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -15,7 +16,8 @@ import torch
 import tpf
 from tpf.checkpoint import write_text
 from tpf.config import Config, to_yaml
-from tpf.errors import UsageError
+from tpf.errors import TpfError, UsageError
+from tpf.saver import Saver
 
 _PACKAGES = ("torch", "numpy", "gemmi", "biopython", "rdkit", "biotite", "omegaconf", "triton")
 
@@ -68,6 +70,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.saver = Saver(path)
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
@@ -78,7 +81,10 @@ class RunFolder:
             write_text(path / "config.yaml", to_yaml(config))
             write_text(path / "environment.json", json.dumps(environment(), indent=1) + "\n")
         except OSError as error:
-            raise UsageError(f"--out {path}: cannot be written ({error.strerror})") from error
+            shutil.rmtree(path, ignore_errors=True)  # it would be taken for a run
+            raise UsageError(
+                f"--out {path}: cannot be written ({error.strerror}); choose another folder"
+            ) from error
         return cls(path)
 
     @classmethod
@@ -93,9 +99,15 @@ class RunFolder:
         return self.path / "train.jsonl"
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one step's record to ``train.jsonl``."""
-        with self.log_path.open("a") as handle:
-            handle.write(json.dumps(record) + "\n")
+        """Append one step's record to ``train.jsonl``; raise ``TpfError`` if that fails."""
+        try:
+            with self.log_path.open("a") as handle:
+                handle.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise TpfError(
+                f"{self.log_path}: cannot be written ({error.strerror}); free space or make it "
+                f"writable, then go on with --resume {self.path}"
+            ) from error
 
     def truncate_log(self, step: int) -> None:
         """Drop the records after ``step``, whose steps will be run again."""

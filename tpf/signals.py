@@ -14,6 +14,10 @@ from types import FrameType
 class Stop:
     """Set by SIGINT, SIGTERM or SIGUSR1; the loop ends after the step in progress."""
 
+    patient: bool = False
+    """Let a second SIGINT wait too: a launcher passes on what the terminal sent to all."""
+    silent: bool = False
+    """Leave it to another process to say what happens."""
     signal: int | None = None
 
     def __call__(self) -> bool:
@@ -21,7 +25,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Catch the signals while the block runs; only a second SIGINT acts at once.
+        """Catch the signals while the block runs; at most a second SIGINT acts at once.
 
         Schedulers send several signals in a row, so SIGTERM and SIGUSR1 always wait for the save.
         """
@@ -29,11 +33,11 @@ class Stop:
         previous = {number: signal.getsignal(number) for number in signals}
 
         def handler(number: int, frame: FrameType | None) -> None:
-            if self.signal is None:
+            if self.signal is None and not self.silent:
                 text = "finishing the step, then saving; Ctrl-C again stops at once without saving"
                 print(f"tpf: {text}", file=sys.stderr, flush=True)
             self.signal = number
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and not self.patient:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
         for number in signals:

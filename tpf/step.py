@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpf import guard
 from tpf.config import Config, TrainConfig
-from tpf.data.batch import to_device
 from tpf.losses.diffusion import noised_copies
 from tpf.losses.total import (
     CONFIDENCE_TERMS,
@@ -92,25 +90,3 @@ def sample_loss(model: Model, batch: dict[str, Any], config: Config, draw: Draws
         {name: term.detach().mean() for name, term in loss.terms.items()},
         list(aligned.events),
     )
-
-
-def locate(
-    model: Model, features: dict[str, Any], config: Config, draw: Draws, device: torch.device
-) -> str:
-    """Run one sample's step again with every module watched; say what is not finite first."""
-    batch = to_device(features, device)
-    if bad := guard.first_nonfinite(batch, "features"):
-        return bad
-    for name, parameter in model.named_parameters():
-        parameter.grad = None
-        if not parameter.isfinite().all():
-            return f"parameter {name}"
-    with guard.watch(model) as found:
-        loss = sample_loss(model, batch, config, draw)
-        if not found:
-            bad = guard.first_nonfinite(loss.terms, "loss")
-            if bad:
-                found.append(bad)
-        if not found:
-            loss.total.backward()  # type: ignore[no-untyped-call]
-    return found[0] if found else "nothing: the step is finite when run again"

@@ -78,6 +78,7 @@ def make_tables(
         atom_name=np.array(rows["name"]),
         element=np.array(rows["element"], np.int32),
         charge=np.array(rows["charge"], np.float32),
+        ideal=np.full((n, 3), np.nan, np.float32),
         pos=np.array(rows["pos"], np.float32).reshape(n, 3),
         occupancy=np.ones(n, np.float32),
         b_factor=np.zeros(n, np.float32),

@@ -9,6 +9,7 @@ import numpy as np
 
 from tpf.data import chem
 from tpf.data.ccd import Dictionary
+from tpf.data.tables import Tables
 
 COLUMNS = (
     "group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
@@ -108,3 +109,15 @@ def write(folder: Path, text: str, name: str = "test.cif") -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+SEQUENCE = ["ALA", "GLY", "SER", "CYS", "VAL"]
+TEXT = cif(peptide("A", SEQUENCE), polymer("A", SEQUENCE))
+
+
+def equal(a: Tables, b: Tables) -> bool:
+    """Tell whether two tables have the same atoms, positions, numbers and bonds."""
+    same = a.atom_name.tolist() == b.atom_name.tolist() and np.array_equal(
+        a.pos, b.pos, equal_nan=True
+    )
+    return same and a.res_id.tolist() == b.res_id.tolist() and a.bonds.tolist() == b.bonds.tolist()

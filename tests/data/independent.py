@@ -40,7 +40,40 @@ def heavy_atoms(ccd: Path) -> dict[str, int]:
     }
 
 
-def count(path: Path, heavy: dict[str, int]) -> Counts:
+def leaving_atoms(ccd: Path) -> dict[str, dict[str, set[str]]]:
+    """Return the heavy leaving atoms of each component of a dictionary and what they hang on."""
+    result: dict[str, dict[str, set[str]]] = {}
+    for block in cif.read(str(ccd)):
+        atoms = block.find("_chem_comp_atom.", ["atom_id", "type_symbol", "pdbx_leaving_atom_flag"])
+        leaving = {a.str(0): set[str]() for a in atoms if a[1] not in ("H", "D") and a[2] == "Y"}
+        for bond in block.find("_chem_comp_bond.", ["atom_id_1", "atom_id_2"]):
+            for one, two in ((bond.str(0), bond.str(1)), (bond.str(1), bond.str(0))):
+                if one in leaving:
+                    leaving[one].add(two)
+        result[block.name] = leaving
+    return result
+
+
+def _linked_atoms(st: gemmi.Structure) -> dict[tuple[str, str], set[str]]:
+    """Return the atoms with a link by subchain and residue."""
+    result: dict[tuple[str, str], set[str]] = {}
+    for link in st.connections:
+        if link.type in (gemmi.ConnectionType.Covale, gemmi.ConnectionType.Disulf):
+            for end in (link.partner1, link.partner2):
+                residue = st[0].find_cra(end).residue
+                if residue is not None:
+                    key = (residue.subchain, str(residue.seqid))
+                    result.setdefault(key, set()).add(end.atom_name)
+    return result
+
+
+def _gone(leaving: dict[str, set[str]], seen: gemmi.Residue | None, anchors: set[str]) -> int:
+    """Return the number of leaving atoms that hang on ``anchors`` and are not seen."""
+    names = set() if seen is None else {a.name for a in seen if a.occ > 0}
+    return sum(bool(near & anchors) and atom not in names for atom, near in leaving.items())
+
+
+def count(path: Path, heavy: dict[str, int], leaving: dict[str, dict[str, set[str]]]) -> Counts:
     """Count the first assembly of an entry after the removals of the specification."""
     st = gemmi.read_structure(str(path))
     st.setup_entities()
@@ -51,7 +84,7 @@ def count(path: Path, heavy: dict[str, int]) -> Counts:
             for subchain in generator.subchains:
                 copies[subchain] += len(generator.operators)
     entity_of = {name: e for e in st.entities for name in e.subchains}
-    bonded = _bonded(st)
+    bonded, linked = _bonded(st), _linked_atoms(st)
     result = Counts(atomized=Counter())
     assert result.atomized is not None
     for subchain in {r.subchain for chain in st[0] for r in chain}:
@@ -60,6 +93,7 @@ def count(path: Path, heavy: dict[str, int]) -> Counts:
         if entity.entity_type == gemmi.EntityType.Polymer:
             result.polymer_chains += n
             codes = [gemmi.Entity.first_mon(item) for item in entity.full_sequence]
+            seen = {r.label_seq: r for chain in st[0] for r in chain if r.subchain == subchain}
             for i, code in enumerate(codes):
                 code = "MET" if code == "MSE" else code
                 result.residues += n
@@ -69,17 +103,26 @@ def count(path: Path, heavy: dict[str, int]) -> Counts:
                 elif code in NUCLEIC:
                     terminal = 1
                 size = heavy[code] - terminal
+                if not terminal and code != "UNK":
+                    anchors = {"C", "O3'"} if i + 1 < len(codes) else set[str]()
+                    anchors |= {"N", "P"} if i else set()
+                    own = seen.get(i + 1)
+                    if own is not None:
+                        anchors |= linked.get((subchain, str(own.seqid)), set())
+                    size -= _gone(leaving[code], own, anchors)
                 result.atoms += n * size
                 whole = terminal and (subchain, i + 1) not in bonded
                 result.tokens += n * (1 if whole else size)
                 if not whole:
                     result.atomized[code] += n
             continue
-        names = [r.name for chain in st[0] for r in chain if r.subchain == subchain]
-        names = [m for m in names if m not in ("HOH", "DOD") and not (xray and m in AIDS)]
-        result.ligand_chains += n * bool(names)
-        result.residues += n * len(names)
-        size = sum(heavy[m] for m in names)
+        parts = [r for chain in st[0] for r in chain if r.subchain == subchain]
+        parts = [r for r in parts if r.name not in ("HOH", "DOD", *(AIDS if xray else ()))]
+        result.ligand_chains += n * bool(parts)
+        result.residues += n * len(parts)
+        size = sum(heavy[r.name] for r in parts)
+        for r in parts:
+            size -= _gone(leaving[r.name], r, linked.get((subchain, str(r.seqid)), set()))
         result.atoms += n * size
         result.tokens += n * size
     return result

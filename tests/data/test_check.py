@@ -31,9 +31,9 @@ def test_a_good_and_a_bad_file(tmp_path: Path) -> None:
         "test", "SOLUTION NMR", None, None,
     )  # fmt: skip
     assert (row.polymer_chains, row.ligand_chains) == (1, 1)
-    assert row.tokens == (4 + 11, 0, 0, 2)
-    assert (row.n_tokens, row.atomized_residues) == (17, 1)
-    assert (row.atoms, row.resolved_atoms) == (35, 34)
+    assert row.tokens == (4 + 10, 0, 0, 2)
+    assert (row.n_tokens, row.atomized_residues) == (16, 1)
+    assert (row.atoms, row.resolved_atoms) == (34, 34)
     bad = check_file(write(tmp_path, "HEADER    X", "bad.cif"))
     assert not bad.ok and (bad.id, bad.stage) == ("bad", "read")
     assert "PDB-format" in bad.reason
@@ -107,7 +107,7 @@ EXAMPLES = {  # tokens, chains, copies by symmetry, atomised components
     "1a8o": (140, 2, set()),
     "1ubq": (76, 1, set()),
     "1y57": (488, 2, {"MPZ"}),
-    "2q2k": (400, 6, {"5IU"}),
+    "2q2k": (396, 6, {"5IU"}),
     "3jqh": (167, 1, set()),
     "3zee": (84, 1, set()),
     "4cup": (268, 10, {"ZYB", "MOH"}),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cif_text import Row, atom, cif, peptide, polymer, residue, write
 
-from tpf.config import DataConfig
-from tpf.data.clean import filter_reason
 from tpf.data.load import load_tables
 from tpf.data.structure import close_pairs
-from tpf.data.tables import LIGAND, Tables
+from tpf.data.tables import Tables
 from tpf.errors import DataError
 
 SEQUENCE = ["ALA", "GLY", "SER", "CYS", "VAL"]
@@ -303,16 +299,3 @@ def test_filters_can_be_left_out(tmp_path: Path) -> None:
         load_tables(path)
     tables = load_tables(path, filters=False)
     assert tables.res_name.tolist() == ["ALA", "GLY", "GOL"]
-
-
-def test_filter_reasons(tmp_path: Path) -> None:
-    tables = load(tmp_path, peptide("A", SEQUENCE), polymer("A", SEQUENCE))
-    config = DataConfig(release_cutoff="2021-09-30", max_resolution=9.0, max_chains=1)
-    assert filter_reason(tables, config) is None
-    late = replace(tables, release_date=datetime.date(2021, 10, 1))
-    assert filter_reason(late, config) == "released 2021-10-01, after 2021-09-30"
-    assert filter_reason(late, DataConfig()) is None
-    assert filter_reason(replace(tables, release_date=datetime.date(2021, 9, 30)), config) is None
-    assert filter_reason(replace(tables, resolution=9.1), config) == "resolution 9.1 A, above 9"
-    many = replace(tables, chain_type=np.array([0, 1, LIGAND], dtype=np.int32))
-    assert filter_reason(many, config) == "2 polymer chains, more than 1"

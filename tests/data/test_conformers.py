@@ -53,7 +53,7 @@ def test_draws_depend_on_the_generator_only() -> None:
         reference_conformer(component, source="auto", rng=np.random.default_rng(s))[0]
         for s in range(6)
     ]
-    conformers._embedded.cache_clear()  # as in a new process
+    conformers.embedded_conformer.cache_clear()  # as in a new process
     again = [
         reference_conformer(component, source="auto", rng=np.random.default_rng(s))[0]
         for s in reversed(range(6))
@@ -91,7 +91,7 @@ def test_ring_known_only_as_aromatic_gets_its_hydrogen() -> None:
     component = DICTIONARY.get("TRP")
     orders = np.where(component.bond_aromatic, 4, component.bond_orders)
     vague = dataclasses.replace(component, bond_orders=orders, code="vague")
-    assert conformers._embedded(vague, 0) is not None
+    assert conformers.embedded_conformer(vague, 0) is not None
 
 
 def test_partly_known_ideal_coordinates_are_kept() -> None:
@@ -213,3 +213,16 @@ def test_random_rotations_are_proper_and_uniform() -> None:
     np.testing.assert_allclose(np.linalg.det(many), 1)
     assert np.abs(many.mean(0)).max() < 0.05
     np.testing.assert_allclose((many**2).mean(0), 1 / 3, atol=0.03)
+
+
+def test_ligands_get_a_new_conformer_at_every_visit() -> None:
+    pytest.importorskip("rdkit")
+    rng = np.random.default_rng(0)
+
+    def distinct(code: str, visits: int) -> int:
+        component = DICTIONARY.get(code)
+        drawn = (reference_conformer(component, source="rdkit", rng=rng) for _ in range(visits))
+        return len({pos.tobytes() for pos, _ in drawn})
+
+    assert distinct("PTR", 12) == 12
+    assert distinct("GLY", 100) <= conformers.POOL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,27 @@ from tpf.data import dataset as dataset_module
 from tpf.data import store
 from tpf.data.cache import EntryCache
 from tpf.data.dataset import CropDataset, Loader, ValidationDataset
-from tpf.data.prepare import prepare
-from tpf.data.records import Entries, Skipped, record_of
-from tpf.data.tables import DNA, LIGAND, PROTEIN, Tables, Tokens
+from tpf.data.records import Entries, record_of
+from tpf.data.store import Parsed
+from tpf.data.tables import DNA, LIGAND, PROTEIN, Tokens
 from tpf.errors import DataError, UsageError
 
 PEPTIDES = (["ALA", "PHE", "GLY"] * 6, ["SER", "ASP"] * 8, ["MET"] * 12)
 
 
 def write_store(folder: Path, entries: list[Tokens]) -> None:
-    folder.mkdir(exist_ok=True)
-    for tokens in entries:
-        name = f"{tokens.tables.id}.npz"
-        store.write_tokens(folder / name, tokens)
-        store.append_index(folder / "index-0.jsonl", dataclasses.asdict(record_of(tokens, name)))
+    store.open_store(folder)
+    with store.open_index(folder, (1, 1)) as index:
+        for tokens in entries:
+            parsed = Parsed(tokens, {})
+            record = record_of(parsed, store.write_entry(folder, parsed))
+            line = {"source": f"/{tokens.tables.id}.cif", "mtime_ns": 1}
+            store.append_index(index, line | {"record": dataclasses.asdict(record)})
+
+
+def stored(folder: Path, name: str) -> Path:
+    (path,) = folder.glob(f"*/{name}-*.npz")
+    return path
 
 
 def make_entry(name: str, number: int, **changes: Any) -> Tokens:
@@ -62,63 +70,6 @@ def same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
-def test_store_round_trip(tmp_path: Path) -> None:
-    tokens = make_entry("4ddd", 1, release_date=datetime.date(2020, 2, 3), notes=("a note.",))
-    store.write_tokens(tmp_path / "4ddd.npz", tokens)
-    back = store.load_tokens(str(tmp_path / "4ddd.npz"))
-    for whole, read in ((tokens, back), (tokens.tables, back.tables)):
-        for field in dataclasses.fields(whole):
-            a, b = getattr(whole, field.name), getattr(read, field.name)
-            if isinstance(a, np.ndarray):
-                assert a.dtype == b.dtype
-                np.testing.assert_array_equal(a, b)
-            elif not isinstance(a, Tables):
-                assert a == b
-    assert [p.name for p in tmp_path.iterdir()] == ["4ddd.npz"]
-    (tmp_path / "4ddd.npz").write_bytes((tmp_path / "4ddd.npz").read_bytes()[:500])
-    with pytest.raises(DataError, match="4ddd: store: .*prepare it again"):
-        store.load_tokens(str(tmp_path / "4ddd.npz"))
-
-
-def test_index_survives_an_interrupted_writer(folder: Path, tmp_path: Path) -> None:
-    lines = (folder / "index-0.jsonl").read_text()
-    (tmp_path / "index-0.jsonl").write_text(lines + '{"id": "9zzz", "pa')
-    records = store.read_index(tmp_path)
-    assert [r["id"] for r in records] == ["1aaa", "2bbb", "3ccc"]
-    (tmp_path / "index-0.jsonl").write_text("{broken\n" + lines)
-    with pytest.raises(UsageError, match="line 1 is damaged"):
-        store.read_index(tmp_path)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_prepared_cache_equals_the_files(shared_data: Path, tmp_path: Path, workers: int) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    for name in ("1ubq", "1bna", "1a8o"):
-        source = shared_data / "general" / f"{name}.cif.gz"
-        (files / source.name).write_bytes(source.read_bytes())
-    (files / "bad.cif").write_text("no structure")
-    out = tmp_path / "out"
-    first = list(prepare(str(files), out, shard=(1, 2), workers=workers))
-    (out / "index-1-of-2.jsonl").open("a").write('{"id": "cut sh')
-    again = list(prepare(str(files), out, shard=(1, 2), workers=workers))
-    assert [type(r) for r in again] == [Skipped] * sum(isinstance(r, Skipped) for r in first)
-    second = list(prepare(str(files), out, shard=(2, 2), workers=workers))
-    assert len(first) + len(second) == 4
-    assert [r.id for r in [*first, *second] if isinstance(r, Skipped)] == ["bad"]
-    options = {"crop": 32, "conformers": "ideal", "max_templates": 0}
-    stored = Entries(DataConfig(path=str(out), **options))
-    direct = Entries(DataConfig(path=str(files), **options))
-    assert (
-        [r.id for r in stored.records] == [r.id for r in direct.records] == ["1a8o", "1bna", "1ubq"]
-    )
-    a = CropDataset(stored, DataConfig(**options))
-    b = CropDataset(direct, DataConfig(**options))
-    assert all(same(a[k], b[k]) for k in range(5))
-    with pytest.raises(UsageError, match="shard 3/2"):
-        list(prepare(str(files), out, shard=(3, 2)))
-
-
 def test_record(folder: Path, config: DataConfig) -> None:
     record = Entries(config).records[0]
     assert record.id == "1aaa" and record.n_tokens == 41
@@ -134,7 +85,7 @@ def test_interfaces_are_heavy_atoms_within_five_angstrom() -> None:
     pos[chain == 1] = (4.9, 0, 0)
     pos[chain == 2] = (9.95, 0, 0)
     tokens = make_tokens(dataclasses.replace(tables, pos=pos))
-    assert record_of(tokens, "x").interfaces == ((0, 1),)
+    assert record_of(Parsed(tokens, {}), "x").interfaces == ((0, 1),)
 
 
 def test_weights_of_units(config: DataConfig) -> None:
@@ -226,16 +177,14 @@ def test_workers_and_resuming_do_not_change_the_batches(config: DataConfig, work
 
 
 def test_a_bad_entry_is_replaced_and_reported(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "2bbb.npz").write_bytes(b"nothing")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stored(tmp_path, "2bbb").write_bytes(b"nothing")
     config = DataConfig(path=str(tmp_path), crop=16, conformers="ideal", max_templates=0)
     data = CropDataset(Entries(config), config, seed=0)
-    loader = Loader(data, batch_size=2, stop_step=5)
-    batches = [batch for step in loader for batch in step]
+    batches = [batch for step in Loader(data, batch_size=2, stop_step=5) for batch in step]
     assert {batch["id"][0] for batch in batches} == {"1aaa", "3ccc"}
     reported = [item for batch in batches for item in batch["skipped"][0]]
-    assert reported and reported == loader.skipped
+    assert reported
     assert {(s["id"], s["stage"]) for s in reported} == {("2bbb", "store")}
     again = Loader(CropDataset(Entries(config), config), batch_size=2, stop_step=5, workers=2)
     assert same([batch for step in again for batch in step], batches)
@@ -272,7 +221,7 @@ def test_validation_set(config: DataConfig) -> None:
 
 
 def test_cache_drops_the_least_recently_used(folder: Path, config: DataConfig) -> None:
-    paths = [str(folder / f"{name}.npz") for name in ("1aaa", "2bbb", "3ccc")]
+    paths = [str(stored(folder, name)) for name in ("1aaa", "2bbb", "3ccc")]
     size = [EntryCache(config).get(path).nbytes for path in paths]
     cache = EntryCache(config, max_bytes=sum(size) - 1)
     first, second = cache.get(paths[0]), cache.get(paths[1])

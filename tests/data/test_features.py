@@ -1,4 +1,4 @@
-"""The feature table, ground truth and molecules."""
+"""The feature table."""
 
 from __future__ import annotations
 
@@ -9,48 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from assemblies import make_tables, make_tokens
+from sample_features import CONFIG, PEPTIDE, features_of
 
 from tpf.config import DataConfig, LossConfig
-from tpf.data.ccd import Dictionary
+from tpf.data.cache import read
 from tpf.data.chem import ATOMS, GAP, RESTYPE
 from tpf.data.crop import crop
-from tpf.data.features import featurize
-from tpf.data.molecules import find_molecules
 from tpf.data.records import data_files
-from tpf.data.store import load_tokens
-from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tables, Tokens
-
-CONFIG = DataConfig(max_templates=2, conformers="ideal")
-DICTIONARY = Dictionary()
-PEPTIDE = ["MET", "PHE", "CYS", "GLY", "ASP", "ARG"]
-
-
-def features_of(tokens: Tokens, crop: Any = None, seed: int = 0, **options: Any) -> dict[str, Any]:
-    index = np.arange(len(tokens)) if crop is None else np.asarray(crop)
-    options = {"config": CONFIG} | options
-    return featurize(tokens, index, DICTIONARY, np.random.default_rng(seed), **options)
-
-
-@pytest.fixture(scope="module")
-def mixed() -> Tokens:
-    """Protein with a modified residue, DNA, RNA, a ligand on an atomized cysteine, an ion."""
-    peptide = [*PEPTIDE, "PTR", "ALA"]
-    tables = make_tables(
-        [
-            (PROTEIN, peptide),
-            (DNA, ["DA", "DC"]),
-            (RNA, ["G", "U"]),
-            (LIGAND, ["ATP"]),
-            (LIGAND, ["MG"]),
-        ],
-        links=[((0, 2, "SG"), (3, 0, "C8"))],
-    )
-    return make_tokens(tables, atomized=[2])
-
-
-@pytest.fixture(scope="module")
-def mixed_features(mixed: Tokens) -> dict[str, Any]:
-    return features_of(mixed)
+from tpf.data.tables import PROTEIN, Tokens
 
 
 def test_table_of_features(mixed: Tokens, mixed_features: dict[str, Any]) -> None:
@@ -193,202 +159,6 @@ def test_bonds_between_neighbouring_modified_residues_are_left_out() -> None:
     assert len(i) and (residue[i] == residue[j]).all()
 
 
-@pytest.mark.parametrize("source", ["ideal", "auto"])
-def test_every_residue_has_its_own_pose_and_keeps_its_shape(mixed: Tokens, source: Any) -> None:
-    config = dataclasses.replace(CONFIG, conformers=source)
-    f = features_of(mixed, config=config)
-    pos, uid = f["ref_pos"], f["ref_space_uid"]
-    names = np.array(mixed.tables.atom_name)
-    np.testing.assert_array_equal(uid, mixed.tables.atom_residue)
-    assert (f["ref_mask"] == 1).all()
-    for residue, code in enumerate(mixed.tables.res_name.tolist()):
-        here = np.flatnonzero(uid == residue)
-        assert np.linalg.norm(pos[here].mean(0)) < 8.0  # centred, then moved by N(0, 1)
-        if source == "ideal" and len(here) > 1:
-            component = DICTIONARY.get(code)
-            ideal = component.ideal[[component.index[name] for name in names[here]]]
-            own = np.linalg.norm(pos[here][:, None] - pos[here][None], axis=-1)
-            np.testing.assert_allclose(
-                own, np.linalg.norm(ideal[:, None] - ideal[None], axis=-1), atol=1e-4
-            )
-    again = features_of(mixed, seed=1, config=config)["ref_pos"]
-    assert not np.allclose(pos, again)
-
-
-def test_poses_of_equal_residues_differ() -> None:
-    f = features_of(make_tokens(make_tables([(PROTEIN, ["ALA"] * 3)])))
-    a, b, _ = np.split(f["ref_pos"], 3)
-    assert np.abs(a - b).max() > 0.1
-
-
-def test_atoms_without_reference_have_mask_and_position_zero() -> None:
-    tables = make_tables([(LIGAND, ["SO4"])])
-    sulfate = DICTIONARY.get("SO4")
-    ideal = sulfate.ideal.copy()
-    ideal[2] = np.nan
-    partial = DICTIONARY.with_own({"SO4": dataclasses.replace(sulfate, ideal=ideal)})
-    index = np.arange(5)
-    tokens = make_tokens(tables)
-    f = featurize(tokens, index, partial, np.random.default_rng(0), config=CONFIG)
-    assert f["ref_mask"].tolist() == [1, 1, 0, 1, 1]
-    assert (f["ref_pos"][2] == 0).all() and (f["ref_pos"][1] != 0).all()
-
-
-def test_a_component_that_no_dictionary_fits_is_taken_from_the_entry() -> None:
-    tables = make_tables([(LIGAND, ["SO4"])])
-    unknown = dataclasses.replace(tables, res_name=np.array(["no such"]))
-    renamed = dataclasses.replace(tables, atom_name=np.array(["S", "OA", "OB", "OC", "OD"]))
-    for other in (unknown, renamed):
-        f = features_of(make_tokens(other))
-        assert (f["ref_mask"] == 0).all() and (f["ref_pos"] == 0).all()  # no leak of coordinates
-        assert len(f["ref_space_uid_to_perm"][0]) == 24  # from the bonds of the entry
-        f = features_of(make_tokens(other), config=dataclasses.replace(CONFIG, conformers="rdkit"))
-        bond = np.linalg.norm(f["ref_pos"][1:] - f["ref_pos"][0], axis=1)
-        assert (bond > 1.3).all() and (bond < 1.8).all()
-
-
-def test_permutations_are_of_the_atoms_in_the_crop(mixed: Tokens) -> None:
-    ptr = np.flatnonzero(mixed.tables.res_name[mixed.residue] == "PTR")
-    phosphate = [
-        t for t in ptr if mixed.tables.atom_name[mixed.start_atom[t]] in ("P", "O1P", "O2P")
-    ]
-    f = features_of(mixed, [1, *phosphate])
-    perm = f["ref_space_uid_to_perm"]
-    assert perm[0].shape == (2, len(ATOMS["PHE"]))
-    assert perm[1].tolist() == [[0, 1, 2], [0, 2, 1]]
-
-
-def test_covalent_site_keeps_its_place(mixed: Tokens, mixed_features: dict[str, Any]) -> None:
-    free = features_of(make_tokens(make_tables([(LIGAND, ["PO4"])])))
-    assert len(free["ref_space_uid_to_perm"][0]) == 24
-    tables = make_tables(
-        [(PROTEIN, ["SER", "ALA"]), (LIGAND, ["PO4"])], links=[((0, 0, "OG"), (1, 0, "O2"))]
-    )
-    bound = features_of(make_tokens(tables, atomized=[0]))
-    assert len(bound["ref_space_uid_to_perm"][2]) == 6
-
-
-def homodimer(**options: Any) -> Tables:
-    peptide = ["ALA", "PHE", "GLY", "ASP"]
-    chains = [(PROTEIN, peptide), (PROTEIN, peptide), (LIGAND, ["SO4"]), (LIGAND, ["SO4"])]
-    return make_tables(chains, **options)
-
-
-def test_ground_truth_holds_every_copy_of_what_is_cropped() -> None:
-    tokens = make_tokens(homodimer())
-    f = features_of(tokens, [1, 2])  # PHE and GLY of chain A
-    truth = f["ground_truth"]
-    assert truth["token_index"].tolist() == [1, 2, 5, 6]
-    assert truth["asym_id"].tolist() == [1, 1, 2, 2]
-    assert truth["mol_sym_id"].tolist() == [1, 1, 2, 2]
-    assert truth["num_atoms_per_token"].tolist() == [11, 4, 11, 4]
-    assert len(truth["atom_positions"]) == 30
-    full = features_of(tokens, [1, 6])["ground_truth"]
-    assert full["token_index"].tolist() == [1, 2, 5, 6]  # the union over the copies
-    assert truth["ref_space_uid"].tolist() == np.repeat([0, 1, 2, 3], [11, 4, 11, 4]).tolist()
-
-
-def test_swapped_copies_map_by_molecule_and_place() -> None:
-    """The counterpart of each predicted token carries the coordinates of the right copy."""
-    tables = homodimer()
-    tokens = make_tokens(tables)
-    f = features_of(tokens, [4, 5, 6, 7])
-    truth = f["ground_truth"]
-    place = {
-        (e, s, t): k
-        for k, (e, s, t) in enumerate(
-            zip(
-                truth["mol_entity_id"].tolist(),
-                truth["mol_sym_id"].tolist(),
-                truth["mol_sym_token_index"].tolist(),
-                strict=True,
-            )
-        )
-    }
-    for copy in (1, 2):
-        for n in range(4):
-            k = place[f["mol_entity_id"][n], copy, f["mol_sym_token_index"][n]]
-            first = truth["start_atom_index"][k]
-            count = truth["num_atoms_per_token"][k]
-            assert count == f["num_atoms_per_token"][n]
-            original = tokens.start_atom[n + 4 * (copy - 1)]
-            np.testing.assert_array_equal(
-                truth["atom_positions"][first : first + count],
-                tables.pos[original : original + count],
-            )
-
-
-def test_unresolved_atoms_are_zero_and_masked() -> None:
-    tables = homodimer()
-    pos, occupancy = tables.pos.copy(), tables.occupancy.copy()
-    pos[3], occupancy[3] = np.nan, 0
-    occupancy[4], occupancy[5] = 0.3, 0
-    truth = features_of(
-        make_tokens(dataclasses.replace(tables, pos=pos, occupancy=occupancy)), [0, 1]
-    )["ground_truth"]
-    assert truth["atom_resolved_mask"][:7].tolist() == [1, 1, 1, 0, 1, 0, 1]
-    assert (truth["atom_positions"][3] == 0).all()
-    assert np.isfinite(truth["atom_positions"]).all()
-
-
-def test_joined_chains_are_one_molecule_and_copies_agree() -> None:
-    """Two proteins with two sugars each, whose chains come in different orders."""
-    peptide, sugar = ["ALA", "ASN", "GLY", "ASN"], ["NAG"]
-    chains = [(PROTEIN, peptide)] * 2 + [(LIGAND, sugar)] * 4
-    tables = make_tables(
-        chains,
-        links=[
-            ((0, 1, "ND2"), (2, 0, "C1")),
-            ((0, 3, "ND2"), (3, 0, "C1")),
-            ((1, 3, "ND2"), (4, 0, "C1")),
-            ((1, 1, "ND2"), (5, 0, "C1")),
-        ],
-    )
-    tokens = make_tokens(tables, atomized=[1, 3, 5, 7])
-    molecules = find_molecules(tokens)
-    chain = tables.res_chain[tokens.residue]
-    assert (molecules.entity == 1).all()
-    assert [set(molecules.sym[chain == c]) for c in range(6)] == [{1}, {2}, {1}, {1}, {2}, {2}]
-    assert [set(molecules.component[chain == c]) for c in range(6)] == [
-        {1},
-        {1},
-        {2},
-        {3},
-        {3},
-        {2},
-    ]
-    first, second = (np.flatnonzero(molecules.sym == copy) for copy in (1, 2))
-    first, second = (k[np.argsort(molecules.token[k])] for k in (first, second))
-    np.testing.assert_array_equal(molecules.token[first], np.arange(len(first)))
-    for a, b in zip(first, second, strict=True):
-        assert tables.atom_name[tokens.start_atom[a]] == tables.atom_name[tokens.start_atom[b]]
-        assert tables.res_name[tokens.residue[a]] == tables.res_name[tokens.residue[b]]
-
-
-def test_a_copy_with_a_bound_ligand_is_another_molecule() -> None:
-    peptide = ["ALA", "CYS", "GLY"]
-    chains = [(PROTEIN, peptide), (PROTEIN, peptide), (LIGAND, ["ATP"])]
-    tokens = make_tokens(make_tables(chains, links=[((1, 1, "SG"), (2, 0, "C8"))]), atomized=[4])
-    molecules = find_molecules(tokens)
-    assert len(set(molecules.entity)) == 2
-    assert (molecules.sym == 1).all()
-
-
-def test_copies_have_equal_features() -> None:
-    tokens = make_tokens(homodimer())
-    f = features_of(tokens)
-    chain = f["asym_id"]
-    for name in (
-        "restype", "residue_index", "is_protein", "num_atoms_per_token", "entity_id",
-        "mol_entity_id", "mol_sym_token_index", "profile",
-    ):  # fmt: skip
-        np.testing.assert_array_equal(f[name][chain == 1], f[name][chain == 2])
-    atom_chain = chain[f["atom_to_token_index"]]
-    for name in ("ref_element", "ref_charge", "ref_atom_name_chars", "ref_mask"):
-        np.testing.assert_array_equal(f[name][atom_chain == 1], f[name][atom_chain == 2])
-    assert f["sym_id"].tolist() == [1] * 4 + [2] * 4 + [1] * 5 + [2] * 5
-
-
 def test_equal_generators_give_equal_features(mixed: Tokens) -> None:
     a, b = (features_of(mixed, range(10), seed=3) for _ in range(2))
     for name, value in a.items():
@@ -425,7 +195,7 @@ def test_no_template_rows_on_request() -> None:
 def test_built_in_examples(name: str) -> None:
     """Kinase with an inhibitor, protein with DNA, selenomethionine, ligands, peptides."""
     path = next(p for p in data_files(None) if p.name.startswith(name))
-    tokens = load_tokens(str(path))
+    tokens = read(str(path), None, None).tokens
     f = features_of(tokens, crop(tokens, 200, np.random.default_rng(1)))
     n, a = len(f["token_mask"]), len(f["atom_mask"])
     assert (f["ref_mask"] == 1).all() and np.isfinite(f["ref_pos"]).all()

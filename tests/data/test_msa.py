@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from assemblies import make_tables, make_tokens
 
-from tpf.data.chem import GAP, RESTYPE
-from tpf.data.msa import (
+from tpf.data.alignment import (
+    Alignment,
     AlignmentFolder,
     concatenate,
-    msa_features,
     parse_a3m,
     parse_stockholm,
     read_alignment,
-    single_row,
+    species_of,
 )
-from tpf.data.store import load_tokens
+from tpf.data.cache import read
+from tpf.data.chem import GAP, RESTYPE
+from tpf.data.msa import msa_features, pair_rows
 from tpf.data.tables import LIGAND, PROTEIN, RNA
-from tpf.errors import DataError
+from tpf.errors import DataError, UsageError
 
 A3M = """>query
 MFAG
@@ -91,7 +92,7 @@ def test_concatenate_drops_repeats() -> None:
 
 def test_single_row() -> None:
     tokens = make_tokens(make_tables([(PROTEIN, ["MET", "PTR"]), (LIGAND, ["SO4"])]))
-    f = single_row(tokens)
+    f = msa_features(tokens, np.arange(len(tokens)), {}, 1)
     assert f["msa"].shape == (1, len(tokens), 32)
     np.testing.assert_array_equal(f["msa"][0].argmax(-1), tokens.restype)
     assert (f["msa_mask"] == 1).all() and (f["deletion_mean"] == 0).all()
@@ -155,7 +156,7 @@ def test_real_alignments(shared_data: Path) -> None:
         assert alignment.rows.shape == alignment.deletions.shape
         assert (alignment.rows[0] < 20).all() and (alignment.deletions[0] == 0).all()
         assert len(alignment.rows) > 1
-    tokens = load_tokens(str(shared_data / "general" / "1k1a.cif.gz"))
+    tokens = read(str(shared_data / "general" / "1k1a.cif.gz"), None, None).tokens
     found = AlignmentFolder(files).find(tokens)
     f = msa_features(tokens, np.arange(len(tokens)), found, 50)
     assert f["msa"].shape == (50, len(tokens), 32)
@@ -177,3 +178,87 @@ def test_folder_finds_alignments_by_sequence(tmp_path: Path) -> None:
     assert found[1].rows.tolist() == rows
     assert found[2].rows.tolist() == rows  # a modified residue matches any letter
     assert len(found[3].rows) == 1
+
+
+def test_species_of_headers() -> None:
+    assert (
+        species_of("tr|A0A2W3M096|A0A2W3M096_STAAU ParR OS=Staphylococcus aureus OX=1280") == "1280"
+    )
+    assert species_of("sp|P00519|ABL1_HUMAN/229-500") == "HUMAN"
+    assert species_of("UniRef100_A0A0S7JZT1_188132/\t246\t0.897") == "188132"
+    assert species_of("UniRef90_A0A141BHY3 n=37 Tax=Staphylococcaceae TaxID=90964") == ""
+    assert species_of("MGYP000836687451/14-154") == species_of("query") == ""
+
+
+def of_species(*rows: tuple[str, str]) -> Alignment:
+    return parse_a3m(">q\nMFAG\n" + "".join(f">x OX={taxon}\n{text}\n" for taxon, text in rows))
+
+
+def test_rows_are_paired_by_species() -> None:
+    first = of_species(("1", "MFGG"), ("1", "MFAA"), ("2", "GGGG"), ("3", "MFAG"), ("7", "AAAA"))
+    second = of_species(("3", "MFAG"), ("2", "MFAG"), ("1", "GGAG"), ("9", "MFAG"))
+    third = of_species(("1", "GGGG"), ("1", "MGGG"))
+    paired = pair_rows({1: first, 2: second, 3: third}, 100)
+    # species 1 is in all three; of the two-chain ones, 3 is more like the queries than 2
+    assert {e: rows.tolist() for e, rows in paired.items()} == {
+        1: [1, 4, 3],
+        2: [3, 1, 2],
+        3: [2, -1, -1],
+    }
+    assert all(len(rows) == 2 for rows in pair_rows({1: first, 2: second, 3: third}, 2).values())
+    assert (
+        pair_rows({1: first}, 100) == {} == pair_rows({1: first, 2: of_species(("5", "MFAG"))}, 9)
+    )
+
+
+def test_paired_rows_come_first_and_side_by_side() -> None:
+    peptide = ["MET", "PHE", "ALA", "GLY"]
+    tokens = make_tokens(make_tables([(PROTEIN, peptide), (PROTEIN, peptide[:3] + ["ALA"])]))
+    a = of_species(("5", "MFGG"), ("6", "M--G"))
+    b = parse_a3m(">q\nMFAA\n>x OX=6\naMAAA\n>y\nGGGG\n>z\nFFFF\n")
+    f = msa_features(tokens, np.arange(8), {1: a, 2: b}, 100)
+    rows = f["msa"].argmax(-1).tolist()
+    assert f["num_paired_seqs"].tolist() == [2]
+    assert rows[1] == letters("M--G") + letters("MAAA")
+    assert f["has_deletion"][1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert rows[2:] == [letters("MFGG") + letters("MAAA"), letters("M--G") + letters("GGGG"),
+                        letters("----") + letters("FFFF")]  # fmt: skip
+    assert f["msa_mask"][4].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    cropped = msa_features(tokens, np.arange(4), {1: a, 2: b}, 100)  # one chain: nothing to pair
+    assert cropped["num_paired_seqs"].tolist() == [1] and len(cropped["msa"]) == 3
+    for limit in (1, 2, 3, 4):
+        assert len(msa_features(tokens, np.arange(8), {1: a, 2: b}, limit)["msa"]) <= limit
+
+
+def test_names_and_tables_find_alignments(tmp_path: Path) -> None:
+    """Names decide between chains of equal sequence; a wrong sequence is never taken."""
+    tokens = make_tokens(make_tables([(PROTEIN, ["MET", "PHE", "ALA", "GLY"])], entry="1abc"))
+    chain = tokens.tables.auth_chain[0]
+    folder = tmp_path / "msa"
+    folder.mkdir()
+    (folder / "0other.a3m").write_text(A3M_OK)
+    (folder / f"1ABC_{chain}_jackhmmer.a3m").write_text(">q\nMFAG\n>x\nAAAA\n")
+    (folder / f"1abc_{chain}_uniprot.a3m").write_text(">q\nMFAG\n>x OX=5\nFFFF\n")
+    found = AlignmentFolder(folder).find(tokens)[1]
+    assert found.rows.tolist() == [letters("MFAG"), letters("AAAA")]
+    assert found.for_pairing.rows.tolist() == [letters("MFAG"), letters("FFFF")]
+    (folder / f"1ABC_{chain}_jackhmmer.a3m").write_text(">q\nMFA\n>x\nAAA\n")
+    (folder / f"1abc_{chain}_uniprot.a3m").unlink()
+    assert len(AlignmentFolder(folder).find(tokens)[1].rows) == 3
+    table = tmp_path / "table.txt"
+    table.write_text(f"# chain file\n1abc_{chain}\tmsa/0other.a3m\n")
+    assert len(AlignmentFolder(table).find(tokens)[1].rows) == 3
+    table.write_text("1abc_A nowhere.a3m\n")
+    for path in (table, tmp_path / "absent"):
+        with pytest.raises(UsageError, match="line 1 is|data.msa"):
+            AlignmentFolder(path)
+
+
+def test_a_training_sample_holds_some_of_the_rows() -> None:
+    alignment = parse_a3m(">q\nMFAG\n" + ">x\nAAAA\n" * 50)
+    tokens = make_tokens(make_tables([(PROTEIN, ["MET", "PHE", "ALA", "GLY"])]))
+    index = np.arange(4)
+    for seed in range(20):
+        f = msa_features(tokens, index, {1: alignment}, 100, np.random.default_rng(seed), 5)
+        assert 1 <= len(f["msa"]) <= 5 and (f["msa"][0].argmax(-1) == tokens.restype).all()
+    assert len(msa_features(tokens, index, {1: alignment}, 100, None, 5)["msa"]) == 51

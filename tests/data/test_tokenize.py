@@ -23,7 +23,7 @@ FAR = (0.0, 60.0, 0.0)
 def test_protein_with_a_modified_residue_and_a_ligand(tmp_path: Path) -> None:
     rows = peptide("A", CODES) + residue("MOH", "B", ".", FAR)
     tokens = tokenize(load_tables(write(tmp_path, cif(rows, polymer("A", CODES)))))
-    sep = 11  # heavy atoms, its OXT among them
+    sep = 10  # heavy atoms, its OXT left with the peptide bond
     assert len(tokens) == 4 + sep + 2
     assert tokens.atomized.tolist() == [False] * 2 + [True] * sep + [False] * 2 + [True] * 2
     assert tokens.num_atoms.tolist() == [5, 4] + [1] * sep + [6, 6] + [1, 1]

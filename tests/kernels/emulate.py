@@ -13,7 +13,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpf.kernels import jit, tma, tri_attn
+from tpf.kernels import jit, launch, tma, tri_attn
 
 EMULATOR = Path(__file__).parent / "emulator"
 SEED = int(os.environ.get("TPF_EMULATOR_SEED", "0"))
@@ -61,17 +61,11 @@ class EmulatedKernel:
 
     def __init__(self, name: str, defines: dict[str, int]) -> None:
         self._library = _library(name, tuple(sorted(defines.items())))
-        self.name = name
+        self.name, self.shared_bytes = name, 0
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: ctypes.Structure,
-        stream: int,
-        shared_bytes: int | None = None,
-    ) -> None:
-        problem = self._library.emulate(ctypes.byref(params), grid[0], threads, SEED)
+    def launch(self, sizes: jit.Sizes, arguments: int, stream: int) -> None:
+        params = ctypes.c_void_p.from_address(arguments)
+        problem = self._library.emulate(params, sizes[0], sizes[3], SEED)
         if problem:
             raise RuntimeError(f"{self.name}: {problem.decode()}")
 
@@ -91,21 +85,28 @@ def _encode(
     return struct.pack("<13Q5I4x", *words, *(*box, *pad)[:5])
 
 
-@contextmanager
-def emulated() -> Iterator[None]:
-    """Let the host code of the kernels run on CPU tensors; skips the test without g++."""
+def _move(at: int, address: int) -> int:
+    """Change the address of a tensor map for the emulator."""
+    ctypes.c_uint64.from_address(at).value = address
+    return 0
+
+
+def _load(name: str, defines: Any, device: int, shared_bytes: int = 0) -> EmulatedKernel:
     if shutil.which("g++") is None:
         pytest.skip("the emulator needs g++")
+    return EmulatedKernel(name, dict(defines))
 
-    def load(name: str, defines: Any, device: int, shared_bytes: int = 0) -> EmulatedKernel:
-        return EmulatedKernel(name, dict(defines))
 
+@contextmanager
+def emulated(load: Callable[..., Any] = _load) -> Iterator[None]:
+    """Let the host code run on CPU tensors with kernels of ``load``; skips the test without g++."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "load", load)
         patch.setattr(tma, "_encode", _encode)
+        patch.setattr(tma, "mover", lambda: _move)
         patch.setattr(tri_attn, "device_index", lambda x: 0)
         patch.setattr(tri_attn, "raw_stream", lambda device: 0)
         patch.setattr(tri_attn, "processors", lambda device: PROCESSORS)
-        tma._map.cache_clear()
+        launch.forget_plans()
         yield
-    tma._map.cache_clear()
+    launch.forget_plans()

@@ -287,7 +287,15 @@ def test_multiplication_opcheck_and_leading_axes() -> None:
     mask = torch.rand(2, 4, 4).round()
     torch.library.opcheck(library.tri_mul_fwd, (z, mask, w, "outgoing", "torch"))
     detached = [x.detach() for x in w]
-    gradients = (torch.randn_like(z), z.detach(), mask, detached, "incoming", [], "torch")
+    gradients = (
+        torch.randn_like(z),
+        z.detach(),
+        mask,
+        detached,
+        "incoming",
+        z.new_empty(0),
+        "torch",
+    )
     torch.library.opcheck(library.tri_mul_bwd, gradients)
     one = triangle_multiplication(z[0], mask[0], TriMulWeights(*w), "outgoing")
     both = triangle_multiplication(z, mask, TriMulWeights(*w), "outgoing")

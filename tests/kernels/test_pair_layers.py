@@ -6,7 +6,7 @@ On the CPU the kernels run in the emulator; the same checks run on a GPU at real
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tests.kernels.emulate import emulated
 from tpf.kernels import jit, norm, pair_layers, pair_transition, reference, tri_attn, tri_attn_bwd
-from tpf.kernels import tri_attn_bwd_plan as plans
 from tpf.model.pairformer import COLUMNS, ROWS, PairDims, PairStack, TriangleAttention
 from tpf.model.primitives import LayerNorm, Transition, dropout_scale, remat
 
@@ -24,15 +23,6 @@ REASON = jit.compiler_available()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 Layer = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> Iterator[None]:
-    for cache in (plans.plan, tri_attn._plan):
-        cache.cache_clear()
-    yield
-    for cache in (plans.plan, tri_attn._plan):
-        cache.cache_clear()
 
 
 def context(device: str) -> object:
@@ -236,9 +226,9 @@ def test_transition_walks_several_tiles_in_a_block() -> None:
 
 def test_transition_cuts_rows_evenly() -> None:
     parts = list(pair_layers._chunks(768 * 768, 512))
-    assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
-    assert parts[0].start == 0 and parts[-1].stop == 768 * 768
-    assert max(4 * 512 * (part.stop - part.start) for part in parts) <= pair_layers.CHUNK_BYTES
+    assert [end for _, end in parts[:-1]] == [start for start, _ in parts[1:]]
+    assert parts[0][0] == 0 and parts[-1][1] == 768 * 768
+    assert max(4 * 512 * (end - start) for start, end in parts) <= pair_layers.CHUNK_BYTES
 
 
 @needs_compiler

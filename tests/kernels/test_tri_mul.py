@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -165,9 +166,13 @@ def test_backward_repeats_bitwise_on_a_retained_graph() -> None:
 def test_fake_tensors_have_the_shapes_of_the_kernels() -> None:
     z, w = torch.randn(1, 9, 9, 16).bfloat16(), weights(16, 32)
     with emulated():
-        _, saved = tri_mul.tri_mul_fwd(z, None, w, "outgoing")
-    for x, like in zip(saved, tri_mul.saved_like(z, 32), strict=True):
-        assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
+        args = z, None, list(w), "outgoing", "cuda"
+        real = library.tri_mul_fwd(*args)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (z, *w)]
+        like = library.tri_mul_fwd(fakes[0], None, fakes[1:], "outgoing", "cuda")
+    for x, fake in zip(real, like, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def tables(
         atom_name=np.array(list(atoms) * len(names)),
         element=np.full(n_atoms, 6, np.int32),
         charge=np.zeros(n_atoms, np.float32),
+        ideal=np.full((n_atoms, 3), np.nan, np.float32),
         pos=pos,
         occupancy=np.ones(n_atoms, np.float32),
         b_factor=np.zeros(n_atoms, np.float32),

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gemmi
 import numpy as np
 import pytest
 from metric_structures import build_structure
@@ -20,9 +21,13 @@ from tpf.metrics.superpose import gdt, superpose, superposed_metrics
 struc = pytest.importorskip("biotite.structure")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "data" / "examples"
-PAIRS = ("1ubq", "2q2k", "4cup", "1l2y", "2lwu", "1bna", "1aki")
-"""Built-in examples (a protein, a protein-DNA and a ligand complex), two NMR entries, a DNA and a
-protein crystal. The model is the second of an NMR entry, else a perturbed copy."""
+ENSEMBLES = ("1bo0", "1grm", "1l2y", "1lvz", "1psm", "1qxb", "1ssu", "2lwu", "6a5j")
+"""NMR entries: two of their models are two real structures of one molecule."""
+DIMER = "1k6p"
+"""Its two chains are the tenth pair."""
+PAIRS = (*ENSEMBLES, DIMER, "1ubq", "2q2k", "4cup", "1bna", "1aki")
+"""The others are crystals (a protein-DNA and a ligand complex among them) with a perturbed copy."""
+TOLERANCE = 1e-3
 
 
 def atoms_of(path: Path) -> Any:  # noqa: ANN401 (biotite has no types)
@@ -32,6 +37,15 @@ def atoms_of(path: Path) -> Any:  # noqa: ANN401 (biotite has no types)
         stack = get_structure(CIFFile.read(handle), use_author_fields=False)
     keep = (stack.element != "H") & (stack.element != "D") & (stack.res_name != "HOH")
     return stack[:, keep]
+
+
+def common(first: Any, second: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return the atoms that two chains of one molecule share, in one order."""
+    keys = [
+        list(zip(a.res_id.tolist(), a.atom_name.tolist(), strict=True)) for a in (first, second)
+    ]
+    both = [key for key in keys[0] if key in set(keys[1])]
+    return first[[keys[0].index(k) for k in both]], second[[keys[1].index(k) for k in both]]
 
 
 @pytest.fixture(params=PAIRS)
@@ -44,6 +58,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     stack = atoms_of(path)
     if stack.stack_depth() > 1:
         return stack[0], stack[1]
+    if request.param == DIMER:
+        return common(*(protein_of(stack[0][stack.chain_id == name]) for name in "AB"))
     model = stack[0].copy()
     model.coord = model.coord + np.random.default_rng(0).normal(0, 0.8, model.coord.shape)
     return stack[0], model
@@ -93,11 +109,13 @@ def test_class_scores_agree_with_biotite(pair: tuple[Any, Any]) -> None:
         assert found[f"lddt_intra_{name}{suffix}"] == pytest.approx(hits / count, abs=1e-4)
 
 
-def test_superposition_agrees_with_biotite_and_biopython(pair: tuple[Any, Any]) -> None:
+def test_superposition_agrees_with_gemmi_biotite_and_biopython(pair: tuple[Any, Any]) -> None:
     from Bio.SVDSuperimposer import SVDSuperimposer
 
     truth, model = positions(pair)
     ours = superposed_metrics(Sample.make(model, truth, np.ones(len(truth))))
+    places = [[gemmi.Position(*row) for row in x.tolist()] for x in (truth, model)]
+    assert ours["rmsd"] == pytest.approx(gemmi.superpose_positions(*places).rmsd, abs=TOLERANCE)
     fitted, _ = struc.superimpose(pair[0], pair[1])
     assert ours["rmsd"] == pytest.approx(float(struc.rmsd(pair[0], fitted)), abs=1e-4)
     peer = SVDSuperimposer()
@@ -113,7 +131,7 @@ def protein_of(array: Any) -> Any:  # noqa: ANN401
     return array[struc.filter_canonical_amino_acids(array)]
 
 
-@pytest.mark.parametrize("entry", ["1l2y", "1aki", "1ubq"])
+@pytest.mark.parametrize("entry", [*(e for e in ENSEMBLES if e != "1qxb"), "1ubq", "1aki"])
 def test_sasa_agrees_with_biotite(shared_data: Path, entry: str) -> None:
     protein = protein_of(atoms_of(shared_data / "general" / f"{entry}.cif.gz")[0])
     elements = np.array([{"C": 6, "N": 7, "O": 8, "S": 16}[e] for e in protein.element])
@@ -122,7 +140,7 @@ def test_sasa_agrees_with_biotite(shared_data: Path, entry: str) -> None:
     ours = sasa(protein.coord.astype(np.float64), radii)
     assert time.process_time() - start < 2.0
     peer = struc.sasa(protein, probe_radius=1.4, point_number=1000, vdw_radii="ProtOr")
-    np.testing.assert_allclose(ours, peer, atol=1e-3)
+    np.testing.assert_allclose(ours, peer, atol=TOLERANCE)
 
 
 def test_radii_are_those_of_biotite() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tpf.errors import UsageError
 from tpf.metrics.schema import (
+    LigandResult,
     SeedResult,
     Skipped,
     TargetResult,
@@ -50,7 +51,8 @@ def validation(
                 for k in range(2)
             ]
             results.append(SeedResult.build(seed, samples))
-        targets.append(TargetResult(name, 100 + t, results))
+        ligands = [LigandResult("B", "ATP", "nucleotide", [1.5] * seeds)]
+        targets.append(TargetResult(name, 100 + t, results, 2, 1, ligands, "TK"))
     skipped = [Skipped("9zzz", "2000 tokens exceed --max-tokens 500")]
     return Validation.build("step-000100", SETTINGS | settings, targets, skipped)
 
@@ -89,7 +91,8 @@ def test_round_trip(tmp_path: Path) -> None:
         "skipped",
     }
     target = document["targets"][0]
-    assert set(target) == {"id", "n_tokens", "seeds", "chains", "interfaces"}
+    named = {"id", "n_tokens", "seeds", "chains", "interfaces", "ligands", "group"}
+    assert set(target) == named
     assert set(target["seeds"][0]) == {"seed", "samples", "top1", "best", "reported"}
     assert set(document["dataset"]["gpde"]) == {"mean", "sd", "n"}
     assert document["model_selection"]["weights"] == "fine-tuning"

@@ -6,7 +6,10 @@ attention in FP32, which the tolerances of those parts allow for.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ import torch
 from features import random_features
 from torch import Tensor
 
-from tpf.config import ModelConfig, load
+from tpf.config import ModelConfig, load, to_yaml
 from tpf.losses import confidence, diffusion
 from tpf.model import sample
 from tpf.model.diffusion import Trunk
 from tpf.model.model import Model
+from tpf.weights import convert, files
+from tpf.weights.names import map_names
 
 _REASON = "openfold3 0.5.0 is not installed"
 network = pytest.importorskip(
@@ -179,6 +184,119 @@ def test_denoiser_and_heads(pair: tuple[Any, Model]) -> None:
         assert_same(value, logits[f"{name}_logits"], keep[:, None])
 
 
+def assert_same_gradients(peer: torch.nn.Module, ours: Model, tol: float) -> None:
+    """Compare the gradients of all parameters, then clear them."""
+    theirs = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert len(found) > 60 and found.keys() == theirs.keys()
+    largest = max(float(g.norm()) for g in theirs.values())
+    for name, gradient in found.items():
+        error = float((gradient - theirs[name]).norm())
+        assert error <= tol * (float(theirs[name].norm()) + 1e-6 * largest), name
+    for module in (peer, ours):
+        module.zero_grad(set_to_none=True)
+
+
+def test_gradients(pair: tuple[Any, Model]) -> None:
+    """Of the whole trunk with one cycle, of one denoising step and of the confidence heads."""
+    peer, ours = pair
+    f = features(pad=0)
+    n_tokens, n_atoms = f["token_mask"].shape[1], f["atom_mask"].shape[1]
+    weights = [randn(*x.shape) for x in ours.trunk(f, 1)]
+    for outputs in (ours.trunk(f, 1), peer.run_trunk(batch=f, num_cycles=1)):
+        sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)).backward()
+    assert_same_gradients(peer, ours, 1e-5)
+
+    trunk, batch = random_trunk(ours.cfg, n_tokens), with_samples(f)
+    x, t, w = 10 * randn(1, 2, n_atoms, 3), torch.tensor([[0.5, 20.0]], dtype=DTYPE), randn(3)
+    single = {"si_input": trunk.s_input[:, None], "si_trunk": trunk.s[:, None]}
+    denoised = peer.diffusion_module(
+        batch=batch,
+        xl_noisy=x,
+        token_mask=batch["token_mask"],
+        atom_mask=batch["atom_mask"],
+        t=t,
+        zij_trunk=trunk.z[:, None],
+        use_conditioning=True,
+        **single,
+    )
+    for result in (denoised, ours.denoise(ours.prepare(f, trunk), x, t)):
+        (result * w).square().sum().backward()
+    assert_same_gradients(peer, ours, 1e-6)
+
+    parts = single | {"zij_trunk": trunk.z[:, None], "atom_positions_predicted": x[:, :1]}
+    logits = peer.aux_heads(
+        batch=batch,
+        si_input=parts.pop("si_input"),
+        output=parts,
+        use_zij_trunk_embedding=True,
+        pairformer_dtype=DTYPE,
+    )
+    found = ours.confidence(f, trunk, x[:, :1]) | {"distogram": ours.distogram(trunk)}
+    found["experimentally_resolved"] = found.pop("resolved")
+    for name, value in found.items():
+        value.square().sum().backward(retain_graph=True)
+        logits[f"{name}_logits"].square().sum().backward(retain_graph=True)
+    assert_same_gradients(peer, ours, 1e-9)
+
+
+@pytest.mark.parametrize("form", ["averaged", "Lightning"])
+def test_weights_go_there_and_back_bitwise(
+    form: str, pair: tuple[Any, Model], tmp_path: Path
+) -> None:
+    """A file as the peer writes it becomes ours, and the peer loads what we give back."""
+    loading = pytest.importorskip("openfold3.core.utils.checkpoint_loading_utils")
+    average = importlib.import_module("openfold3.core.utils.exponential_moving_average")
+    peer = network.OpenFold3(peer_config(pair[1].cfg))
+    state = {k: x.float() for k, x in pair[0].state_dict().items()}
+    peer.load_state_dict(state)
+    content: dict[str, Any] = {"state_dict": {f"model.{k}": x for k, x in state.items()}}
+    if form == "averaged":
+        ema = average.ExponentialMovingAverage(peer, decay=0.999)
+        ema.init_params(peer)
+        content["ema"] = ema.state_dict()
+    torch.save(content, tmp_path / "of3.pt")
+    config = tmp_path / "model.yaml"
+    config.write_text(to_yaml(dataclasses.replace(load("tiny"), model=pair[1].cfg)))
+    ours, back = tmp_path / "ours.safetensors", tmp_path / "back.pt"
+    convert.import_file(tmp_path / "of3.pt", ours, str(config), strict=True)
+    mine = Model(pair[1].cfg)
+    convert.start_from(mine, files.read(ours))
+    assert mine.state_dict().keys() == own_state(peer).keys()
+    assert all(torch.equal(x, state[k]) for k, x in mine.state_dict().items())
+    convert.export_file(ours, back)
+    found, _ = loading.get_state_dict_from_checkpoint(
+        loading.load_checkpoint(back), init_from_ema_weights=True
+    )
+    assert found.keys() == {f"model.{name}" for name in state}
+    fresh = network.OpenFold3(peer_config(pair[1].cfg))
+    fresh.load_state_dict({k.removeprefix("model."): x for k, x in found.items()}, strict=True)
+    assert all(torch.equal(x, state[k]) for k, x in fresh.state_dict().items())
+
+
+def test_fused_multiplication_splits_into_ours(pair: tuple[Any, Model]) -> None:
+    """The peer's fused triangle multiplication with joined weights is ours with them split."""
+    layers = pytest.importorskip("openfold3.core.model.layers.triangular_multiplicative_update")
+    mask = torch.rand(9, 9) < 0.8
+    for name, kind in (
+        ("tri_mul_out", layers.FusedTriangleMultiplicationOutgoing),
+        ("tri_mul_in", layers.FusedTriangleMultiplicationIncoming),
+    ):
+        own = getattr(pair[1].pairformer_stack.blocks[0].pair_stack, name)
+        fused = kind(c_z=pair[1].cfg.c_z, c_hidden=pair[1].cfg.c_hidden_mul).to(DTYPE)
+        fused.load_state_dict({k: randn(*x.shape) for k, x in fused.state_dict().items()})
+        stored = {f"x.{name}.{k}": x for k, x in fused.state_dict().items()}
+        wanted = {f"x.{name}.{k}": tuple(x.shape) for k, x in own.state_dict().items()}
+        mapped = map_names(stored, wanted)
+        assert mapped.problem() is None and mapped.split == 2
+        split = copy.deepcopy(own)
+        split.load_state_dict({k.removeprefix(f"x.{name}."): x for k, x in mapped.tensors.items()})
+        z = randn(1, 9, 9, pair[1].cfg.c_z)
+        with torch.no_grad():
+            expected = fused(z.clone(), mask=mask[None].to(DTYPE))
+            assert_same(split(z, mask[None]), expected)
+
+
 def test_sampler_draws_the_same_from_the_same_seed() -> None:
     structure = pytest.importorskip("openfold3.core.model.structure.diffusion_module")
     levels = sample.noise_schedule(12, 16.0)
@@ -237,6 +355,18 @@ def test_losses() -> None:
     assert_same(confidence.pde_loss(*known_pairs), pde(**bins, **common), tol=1e-6)
     expected = pae(**bins, **common, angle_threshold=25.0, inf=1e9)
     assert_same(confidence.pae_loss(*known_pairs), expected, tol=1e-6)
+    distances = importlib.import_module("openfold3.core.loss.distogram")
+    batch["loss_weights"] = {"distogram": torch.ones(1, 1)}
+    expected, _ = distances.all_atom_distogram_loss(
+        batch=batch, logits=pair_logits[:, :1], no_bins=64, bin_min=2.0, bin_max=22.0, **eps
+    )
+    found = confidence.distogram_loss(f, pair_logits[:, 0], targets, known)
+    assert_same(found, expected.expand_as(found), tol=1e-6)
+    logits = randn(1, 2, n_atoms, 2)
+    expected = heads.all_atom_experimentally_resolved_loss(
+        batch=batch, logits=logits, no_bins=2, **eps
+    )
+    assert_same(confidence.resolved_loss(f, logits, known), expected, tol=1e-6)
     # A score on the edge of two bins may go to either, so the logits must not tell them apart.
     score, _ = confidence.lddt_targets(f, x, targets, known)
     edge = (score * 50 - (score * 50).round()).abs() < 1e-3

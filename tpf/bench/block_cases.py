@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tpf.bench.timing import Call
 from tpf.config import ModelConfig
 from tpf.kernels.pair_layers import add_attention, add_update
+from tpf.model import graphs
 from tpf.model.pairformer import (
     COLUMNS,
     ROWS,
@@ -19,6 +20,7 @@ from tpf.model.pairformer import (
     TriangleAttention,
     TriangleMultiplication,
 )
+from tpf.model.primitives import remat
 
 FULL = ModelConfig()
 """c_z 128, c_s 384, 4 x 32 and 16 x 24 heads, dropout 0.25."""
@@ -79,9 +81,12 @@ def _clear(block: PairformerBlock, x: BlockInputs) -> None:
 def forward(
     block: PairformerBlock, x: BlockInputs, *, autocast: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Run the block, by default under BF16 autocast, and return s, z."""
+    """Run the block, by default under BF16 autocast, and return s, z.
+
+    With CUDA graphs its backward computes it again, as in training.
+    """
     with torch.autocast(x.z.device.type, dtype=torch.bfloat16, enabled=autocast):
-        s, z = block(x.s, x.z, x.mask, x.pair_mask)
+        s, z = remat(block, x.s, x.z, x.mask, x.pair_mask, enabled=graphs.active() is not None)
     return s, z
 
 

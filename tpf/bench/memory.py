@@ -137,7 +137,8 @@ def _multiplication(settings: Settings, record: Record) -> Iterator[Case]:
 
 
 def _networks(op: str, settings: Settings, record: Record) -> dict[str, swap.Operators]:
-    chosen = {name: swap.CHOICES[name] for name in _names(settings, swap.CHOICES)}
+    known = {name: choice for name, choice in swap.CHOICES.items() if not choice.graphs}
+    chosen = {name: known[name] for name in _names(settings, known)}
     return swap.open_choices(op, chosen, settings.device, record)
 
 

@@ -48,6 +48,7 @@ def make_protein(residues: int, seed: int = 0) -> Tables:
         atom_name=np.array(flat),
         element=np.array([chem.atomic_number(atom[0]) for atom in flat], np.int32),
         charge=np.zeros(n_atoms, np.float32),
+        ideal=np.full((n_atoms, 3), np.nan, np.float32),
         pos=pos.astype(np.float32),
         occupancy=np.ones(n_atoms, np.float32),
         b_factor=np.zeros(n_atoms, np.float32),

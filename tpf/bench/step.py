@@ -20,14 +20,14 @@ import torch
 from tpf import dist
 from tpf.bench import profiling
 from tpf.bench.cases import Settings
-from tpf.bench.phases import PHASES, Phases, TimedGradients, TimedWorld
 from tpf.bench.protein import make_sample
 from tpf.bench.record import Record, Row
 from tpf.bench.swap import Choice, Operators, open_choices
 from tpf.bench.timing import Timing, forget, rounds
 from tpf.config import Config, load
+from tpf.phases import PHASES
 from tpf.runfolder import RunFolder
-from tpf.train import Trainer
+from tpf.trainer import Trainer
 
 
 class Sample(NamedTuple):
@@ -42,23 +42,20 @@ class Stepper:
 
     def __init__(self, residues: int, config: Config, world: dist.World, folder: Path) -> None:
         self.device = world.device
-        self.phases = Phases(world.device)
-        timed = TimedWorld(world.rank, world.size, world.device, self.phases)
-        self.trainer = Trainer.build(config, timed)
-        self.gradients = TimedGradients(self.trainer.model, config.train.clip, self.phases)
+        self.trainer = Trainer.build(config, world)
         sample = make_sample(residues, config, seed=world.rank)
         self.samples = [sample | {"position": [world.rank]}]
         self.run = RunFolder(folder)
 
     def step(self, operators: Operators, number: int) -> Sample:
         """Do optimiser step ``number``, whose draws depend on the number alone."""
-        self.trainer.step = number
-        with operators.used(), self.phases.watched():
+        self.trainer.step, self.trainer.graphs = number, operators.graphs
+        with operators.used():
             self._wait()
             start = time.perf_counter()
-            self.trainer.train_step(self.samples, self.gradients, self.run)
+            self.trainer.train_step(self.samples, self.run)
             self._wait()
-        return Sample(1e3 * (time.perf_counter() - start), self.phases.totals())
+        return Sample(1e3 * (time.perf_counter() - start), self.trainer.phases.finished())
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -91,6 +88,8 @@ def measure(
     for n in dict.fromkeys(shape.n for shape in settings.shapes):
         settings.say(f"step, {config.name}, N = {n}")
         _measure_crop(n, _at_crop(config, n), world, found, settings, record, dropped)
+        for operators in found.values():
+            operators.forget()
         forget(world.device)
         record.save()
     return [row for row in record.rows[start:] if "mean_ms" in row]
@@ -113,8 +112,8 @@ def _measure_crop(
             memory[name] = peak(stepper, operators)
         except Exception as error:
             record.failed(name, error, op="step", n=n)
-            stepper.gradients.reset()
-            stepper.phases.totals()
+            stepper.trainer.gradients.reset()
+            stepper.trainer.phases.finished()
             continue
         finally:
             forget(world.device)
@@ -137,14 +136,18 @@ def _measure_crop(
 
 
 def peak(stepper: Stepper, operators: Operators) -> Row:
-    """Return the peak of a warm step, beyond the trainer's state and with it, MiB."""
+    """Return the peak of a warm step, beyond the trainer's state and with it, MiB.
+
+    What graphs hold between steps counts.
+    """
     if stepper.device.type != "cuda":
         return {}
     before = torch.cuda.memory_allocated(stepper.device)
     torch.cuda.reset_peak_memory_stats(stepper.device)
     stepper.step(operators, 0)
     most = torch.cuda.max_memory_allocated(stepper.device)
-    return {"peak_mib": (most - before) / 2**20, "total_mib": most / 2**20}
+    held, free = operators.held_mib()
+    return {"peak_mib": (most - before) / 2**20 + held, "total_mib": most / 2**20 + free}
 
 
 def _summary(samples: list[Sample], world: dist.World) -> Row:

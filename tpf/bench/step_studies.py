@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpf.bench.cases import Settings
-from tpf.bench.phases import PHASES
 from tpf.bench.record import Record, Row, Table
 from tpf.bench.step import measure
 from tpf.bench.swap import CHOICES, Choice, open_choices
+from tpf.phases import PHASES
 from tpf.report.html import Cell
 from tpf.report.svg import Series, line_chart
 
@@ -47,7 +47,7 @@ def bench_step(settings: Settings, record: Record) -> None:
                 )
             )  # fmt: skip
     header = ("N", "backend", "mean", "p10", "p90", "phases", "peak, MiB")
-    note = f"Wall time. Phases: forward to optimiser, by events. {SAMPLE}"
+    note = f"Wall time. Phases: forward to EMA, by events. {SAMPLE}"
     title = "Optimiser step, ms"
     record.tables.insert(0, Table(title, header, lines, text_columns=2, note=note))
     record.figures.append(_figure(rows, "mean_ms", "Optimiser step"))

@@ -76,10 +76,12 @@ DETERMINISM = Study("determinism", determinism.figure_10, seeds=100)
 MEMORY = Study("memory", memory.memory, (Shape(768, 32),), EVERY, device="gpu", only=EVERY)
 TRIMUL = _update_study("trimul")
 BLOCK = Study(
-    "block", block.bench_block, CROPS, ("cuda", "kernels", "flex", "torch"), 1, only=NETWORKS,
-    widest=0,
+    "block", block.bench_block, CROPS, ("graphs", "cuda", "kernels", "flex", "torch"), 1,
+    only=NETWORKS, widest=0,
 )  # fmt: skip
-STEP = _step_study("step", step_studies.bench_step, ("cuda", "kernels", "flex", "torch"), 20)
+STEP = _step_study(
+    "step", step_studies.bench_step, ("graphs", "cuda", "kernels", "flex", "torch"), 20
+)
 
 OPERATIONS: Mapping[str, Study] = {
     s.name: s for s in (ATTENTION, TRIMUL, BLOCK, STEP, MEMORY, DETERMINISM, ACCURACY)

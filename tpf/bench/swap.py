@@ -27,7 +27,8 @@ from tpf.kernels.ops import (
     triangle_attention,
     triangle_multiplication,
 )
-from tpf.model import pairformer, primitives
+from tpf.model import graphs, pairformer, primitives
+from tpf.model.graphs import Graphs
 
 
 @contextmanager
@@ -51,6 +52,18 @@ class Operators:
     multiplication: Multiplier
     fused: bool = False
     """Let whole layers run on the Hopper kernels where they can; they bring their attention."""
+    graphs: Graphs | None = None
+    """Replay blocks as CUDA graphs."""
+
+    def forget(self) -> None:
+        """Drop the graphs, and with them the networks that they were captured from."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def held_mib(self) -> tuple[float, float]:
+        """Return what the graphs hold in MiB, and how much of it counts as free memory."""
+        held, free = (0, 0) if self.graphs is None else self.graphs.held_bytes()
+        return held / 2**20, free / 2**20
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -73,7 +86,11 @@ class Operators:
 
         own = {"triangle_attention": attend, "triangle_multiplication": multiply}
         plain = {} if self.fused else {"fusable": _never}
-        with replaced(pairformer, **own, **plain), replaced(primitives, **plain):
+        with (
+            replaced(pairformer, **own, **plain),
+            replaced(primitives, **plain),
+            graphs.using(self.graphs),
+        ):
             yield
 
 
@@ -93,6 +110,7 @@ class Choice:
     attention: str
     multiplication: str
     fused: bool = False
+    graphs: bool = False
 
     def open(self, device: torch.device) -> Operators:
         """Load the backends; raise ``UnavailableError`` with the reason if one cannot run."""
@@ -100,10 +118,12 @@ class Choice:
             open_backend(BACKENDS[self.attention], device),
             open_backend(MULTIPLIERS[self.multiplication], device),
             self.fused,
+            Graphs(device) if self.graphs else None,
         )
 
 
 CHOICES: dict[str, Choice] = {
+    "graphs": Choice("cuda", "cuda", fused=True, graphs=True),
     "cuda": Choice("cuda", "cuda", fused=True),
     "kernels": Choice("cuda", "cuda"),
     "flex": Choice("flex", "torch"),
@@ -117,9 +137,9 @@ CHOICES: dict[str, Choice] = {
     },
     "turbopairformer": Choice("turbopairformer", "turbopairformer"),
 }  # fmt: skip
-"""Networks by the name that ``--impls`` takes: cuda is all we have, kernels our two operators in
-the plain layers; third parties have their attention and, as in the paper, cuEquivariance's update
-(turbopairformer its own) in our plain layers."""
+"""Networks by the name that ``--impls`` takes: cuda is all we have, graphs the same as CUDA graphs,
+kernels our two operators in the plain layers; third parties have their attention and, as in the
+paper, cuEquivariance's update (turbopairformer its own) in our plain layers."""
 
 
 def open_choices(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tpf
-from tpf.cli import bench, data, doctor, score, stability, train, validate
+from tpf.cli import bench, data, doctor, predict, score, stability, train, validate, weights
 from tpf.errors import TpfError
 
 app = typer.Typer(
@@ -23,10 +23,12 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.add_typer(validate.app, name="validate")
 app.command("score")(score.score)
+app.command("predict")(predict.predict)
 app.add_typer(data.app, name="data")
 app.command("stability")(stability.stability)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.add_typer(weights.app, name="weights")
 
 
 def _version(value: bool) -> None:

@@ -1,4 +1,4 @@
-"""``tpf data check`` and ``tpf data show``."""
+"""The commands ``tpf data``; check and show are here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpf.cli import assemble, prepare
 from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Look at structure files as training sees them.",
+    help="Structure files: look at them as training does, download, assemble, prepare.",
 )
+app.command("prepare")(prepare.prepare)
+app.command("fetch")(prepare.fetch)
+app.command("cluster")(prepare.cluster)
+app.command("assemble")(assemble.assemble)
 
 
 @app.command("check")

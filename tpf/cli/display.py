@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tpf.train import Display
+from tpf.loop import Display
 
 SHOWN = ("lddt_intra_protein", "lddt_intra_complex", "lddt_inter_protein_ligand", "rmsd")
 

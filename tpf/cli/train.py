@@ -36,6 +36,9 @@ def train(
     gpus: Annotated[int | None, typer.Option(help="GPUs over all nodes.")] = None,
     nodes: Annotated[int, typer.Option(help="Machines that run this same command.")] = 1,
     rdzv: Annotated[str | None, typer.Option(help="HOST:PORT of the first machine.")] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start the ranks anew so often when one dies.")
+    ] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Warm-up steps.")] = None,
@@ -45,7 +48,10 @@ def train(
         int | None, typer.Option(help="Samples per rank and step (instead of --batch-size).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
-    init: Annotated[Path | None, typer.Option(help="Start from the weights of a run.")] = None,
+    init: Annotated[
+        Path | None,
+        typer.Option(help="Start from the weights of a run, a weight file or OpenFold3's."),
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="[RUN]", help="Go on exactly where a run stopped.")
     ] = None,
@@ -103,7 +109,9 @@ def train(
     from tpf.cli.rank import run_rank
 
     if chosen.kind == "launch":
-        launch(chosen, run_rank, settings, folder, run is not None, init, as_json)
+        launch(
+            chosen, run_rank, settings, folder, run is not None, init, as_json, restarts=restarts
+        )
     else:
         run_rank(settings, folder, run is not None, init, as_json)
 
@@ -160,6 +168,6 @@ def _resumed_run(resume: str | None, out: Path | None) -> Path | None:
 
 
 def _replay(path: Path) -> None:
-    from tpf.train import replay
+    from tpf.replay import replay
 
     typer.echo(f"first not finite in {replay(path)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tpf.metrics.schema import Validation
+    from tpf.report.html import Cell
 
 
 class _CheckpointOrCommand(TyperGroup):
@@ -34,7 +39,7 @@ app = typer.Typer(
 
 @app.command("run")
 def run(
-    checkpoint: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a weight file.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration values.")
     ] = None,
@@ -51,6 +56,16 @@ def run(
     impl: Annotated[
         str | None, typer.Option(help="Triangle operators: auto, cuda, flex, torch.")
     ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share the targets.")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines that run this same command.")] = 1,
+    rdzv: Annotated[str | None, typer.Option(help="HOST:PORT of the first machine.")] = None,
+    extras: Annotated[
+        bool,
+        typer.Option("--extras", help="Also score ligand poses, pocket lDDT, DockQ, kinase DFG."),
+    ] = False,
+    groups: Annotated[
+        Path | None, typer.Option(help="File of lines ID GROUP, for means by group.")
+    ] = None,
     selection_weights: Annotated[
         str | None, typer.Option(help="fine-tuning or initial (model selection).")
     ] = None,
@@ -59,10 +74,18 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json.")] = False,
 ) -> None:
-    """Sample structures from a checkpoint and score them (the default command)."""
-    from tpf.metrics.schema import to_dict
-    from tpf.validate import validate_checkpoint
+    """Sample structures from a checkpoint and score them (the default command).
 
+    A validation that was interrupted goes on when the same command is given again.
+    """
+    import torch
+
+    from tpf.launch import launch, plan
+    from tpf.metrics.schema import read_json, to_dict
+    from tpf.validate import Request, validate_rank
+
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = plan(gpus, nodes, rdzv, available, "tpf validate")
     flags = {
         "data.path": data,
         "validate.samples": samples,
@@ -70,12 +93,18 @@ def run(
         "validate.sampling_steps": sampling_steps,
         "validate.max_tokens": max_tokens,
         "validate.selection_weights": selection_weights,
+        "validate.extras": extras or None,
         "model.impl": impl,
     }
     given = [f"{key}={json.dumps(v)}" for key, v in flags.items() if v is not None]
-    result, folder = validate_checkpoint(
-        checkpoint, given + (overrides or []), targets=targets, out=out, progress=_progress
-    )
+    request = Request(checkpoint, given + (overrides or []), targets, groups, out)
+    if chosen.kind == "launch":
+        folder = min(launch(chosen, validate_rank, request, _progress).values())
+    else:
+        folder = validate_rank(request, _progress)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    result = read_json(folder)
     if as_json:
         typer.echo(json.dumps(to_dict(result)))
     else:
@@ -83,6 +112,7 @@ def run(
 
 
 def _progress(target: str, done: int, total: int) -> None:
+    """Tell of the main rank's share."""
     typer.echo(f"target {done + 1} of {total}: {target}", err=True)
 
 
@@ -108,18 +138,32 @@ def compare(
     )
 
 
+SHOWN = (
+    "lddt_intra_protein",
+    "lddt_inter_protein_ligand",
+    "rmsd",
+    "ligand_rmsd_pocket",
+    "dfg_shift",
+)
+"""Metrics of the table of groups, where present."""
+
+
 def _print(result: Validation, folder: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from tpf.report.targets import LIGAND_COLUMNS, group_rows, ligand_rows
 
     console = Console()
-    table = Table(title=f"{len(result.targets)} targets of {result.checkpoint}")
-    for name in ("metric", "mean", "sd over seeds", "targets"):
-        table.add_column(name, justify="left" if name == "metric" else "right")
-    for name, value in result.dataset.items():
-        sd = "–" if value.sd is None else f"{value.sd:.4f}"
-        table.add_row(name, f"{value.mean:.4f}", sd, str(value.n))
-    console.print(table)
+    rows: list[list[Cell]] = [
+        [name, value.mean, value.sd, value.n] for name, value in result.dataset.items()
+    ]
+    title = f"{len(result.targets)} targets of {result.checkpoint}"
+    console.print(_table(title, ("metric", "mean", "sd over seeds", "targets"), rows))
+    shown = [name for name in SHOWN if name in result.dataset]
+    if groups := group_rows(result, shown):
+        console.print(_table("groups", ("group", "targets", *shown), groups))
+    if ligands := ligand_rows(result):
+        console.print(_table("ligands after a fit of the pocket", LIGAND_COLUMNS, ligands))
     chains = sum(target.chains for target in result.targets)
     interfaces = sum(target.interfaces for target in result.targets)
     console.print(f"scored {chains} chains and {interfaces} interfaces")
@@ -129,3 +173,16 @@ def _print(result: Validation, folder: Path) -> None:
     for item in result.skipped:
         console.print(f"skipped {item.id}: {item.reason}")
     console.print(f"written to {folder} (open report.html there)")
+
+
+def _table(title: str, header: Sequence[str], rows: list[list[Cell]]) -> Table:
+    from rich.table import Table
+
+    from tpf.report.html import text
+
+    table = Table(title=title)
+    for k, name in enumerate(header):
+        table.add_column(name, justify="right" if k else "left")
+    for row in rows:
+        table.add_row(*(text(cell) for cell in row))
+    return table

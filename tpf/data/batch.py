@@ -15,8 +15,12 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from tpf.data.msa import one_hot
+
 Batch = dict[str, Any]
 PERMUTATIONS = "ref_space_uid_to_perm"
+ONE_HOT = ("msa", "ref_element", "ref_atom_name_chars")
+"""Large features that travel as the index of their one."""
 
 
 def to_torch(features: dict[str, Any]) -> Batch:
@@ -96,12 +100,22 @@ class Constant:
     dtype: DTypeLike
 
 
+@dataclass(frozen=True)
+class OneHot:
+    """A one-hot int32 array as it travels between processes."""
+
+    index: NDArray[np.uint8]
+    classes: int
+
+
 def pack(features: dict[str, Any]) -> dict[str, Any]:
-    """Return the features with broadcast arrays replaced by their one value, for pickling."""
+    """Return the features with broadcast and large one-hot arrays made small, for pickling."""
     packed: dict[str, Any] = {}
     for name, value in features.items():
         if isinstance(value, np.ndarray) and _is_constant(value):
             packed[name] = Constant(value.flat[0], value.shape, value.dtype)
+        elif name in ONE_HOT:
+            packed[name] = OneHot(value.argmax(-1).astype(np.uint8), value.shape[-1])
         elif isinstance(value, dict) and name != PERMUTATIONS:
             packed[name] = pack(value)
         else:
@@ -115,6 +129,8 @@ def unpack(packed: dict[str, Any]) -> dict[str, Any]:
     for name, value in packed.items():
         if isinstance(value, Constant):
             features[name] = np.broadcast_to(np.asarray(value.value, value.dtype), value.shape)
+        elif isinstance(value, OneHot):
+            features[name] = one_hot(value.index, value.classes)
         elif isinstance(value, dict) and name != PERMUTATIONS:
             features[name] = unpack(value)
         else:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tpf.config import DataConfig
 from tpf.data import store
-from tpf.data.msa import Alignment, AlignmentFolder
-from tpf.data.tables import Tokens
+from tpf.data.alignment import AlignmentFolder
+from tpf.data.load import load_tables
+from tpf.data.store import Parsed
+from tpf.data.tokens import tokenize
 
 CACHE_BYTES = 400_000_000
 """Memory for parsed entries in each process."""
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """An entry with its alignments by entity."""
+def read(path: str, ccd: str | None, msa: AlignmentFolder | None) -> Parsed:
+    """Return an entry from a structure file or a stored .npz with the alignments of ``msa``.
 
-    tokens: Tokens
-    alignments: dict[int, Alignment]
-
-    @property
-    def nbytes(self) -> int:
-        """Rough size in memory."""
-        rows = sum(a.rows.nbytes + a.deletions.nbytes for a in self.alignments.values())
-        return 120 * len(self.tokens.tables.atom_name) + rows
+    Those stored with an entry take precedence. Raises ``DataError`` if the entry is bad.
+    """
+    if path.endswith(".npz"):
+        parsed = store.read_entry(Path(path))
+    else:
+        parsed = Parsed(tokenize(load_tables(Path(path), ccd=ccd)), {})
+    if msa is None:
+        return parsed
+    return Parsed(parsed.tokens, msa.find(parsed.tokens) | parsed.alignments)
 
 
 class EntryCache:
@@ -45,8 +46,7 @@ class EntryCache:
         if path in self._held:
             self._held.move_to_end(path)
             return self._held[path]
-        tokens = store.load_tokens(path, self._ccd)
-        parsed = Parsed(tokens, {} if self._msa is None else self._msa.find(tokens))
+        parsed = read(path, self._ccd, self._msa)
         self._held[path] = parsed
         self._bytes += parsed.nbytes
         while self._bytes > self._max_bytes and len(self._held) > 1:

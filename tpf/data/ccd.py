@@ -1,9 +1,9 @@
 """Chemical components: what atoms and bonds a residue or ligand has.
 
-``Dictionary.get(code)`` looks in this order: definitions that came inside the structure file with
-coordinates, a dictionary named by the user, the subset that ships with tpf, and the whole CCD that
-biotite carries when it is installed. A component is read alone; the whole dictionary is indexed
-once per machine (``ccd_index``).
+``Dictionary.get(code)`` looks in this order: definitions that came inside the structure file, a
+dictionary named by the user, the subset that ships with tpf, and the whole CCD that biotite carries
+when it is installed. Which of them means the molecule at hand, ``definitions`` finds out. A
+component is read alone; the whole dictionary is indexed once per machine (``ccd_index``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gzip
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,7 +192,8 @@ def component_from(
 def component_of(tables: Tables, residue: int) -> Component:
     """Return the component that a residue of ``tables`` shows: its atoms, bonds and coordinates.
 
-    For components that no dictionary has. Coordinates of the residue become ``model``.
+    For components that no dictionary has. Coordinates of the residue become ``model``; ``ideal``
+    is what the file gave.
     """
     atoms = np.flatnonzero(tables.atom_residue == residue)
     first, last = atoms[0], atoms[-1]
@@ -206,7 +207,7 @@ def component_of(tables: Tables, residue: int) -> Component:
         atom_names=tables.atom_name[atoms],
         elements=tables.element[atoms],
         charges=tables.charge[atoms],
-        ideal=np.full((len(atoms), 3), np.nan, dtype=np.float32),
+        ideal=tables.ideal[atoms],
         model=tables.pos[atoms],
         leaving=np.zeros(len(atoms), dtype=bool),
         aromatic=aromatic,
@@ -300,7 +301,7 @@ class Dictionary:
     own: Mapping[str, Component] = field(default_factory=dict)
     """Definitions that take precedence over all dictionaries."""
     spare: Mapping[str, Component] = field(default_factory=dict)
-    """Definitions from a structure file for components that no dictionary fits."""
+    """Definitions from a structure file without coordinates, which say less than a dictionary."""
 
     def get(self, code: str) -> Component | None:
         """Return the definition of a component, None if no source has it.
@@ -309,6 +310,14 @@ class Dictionary:
         """
         own = self.own.get(code)
         return _lookup(self.user, code) if own is None else own
+
+    def listed(self, code: str) -> Iterator[Component]:
+        """Yield the definitions of the dictionaries alone: the user's, then the known one.
+
+        Raises ``UsageError`` if the user's dictionary cannot be read.
+        """
+        found = dict.fromkeys(_lookup(user, code) for user in dict.fromkeys((self.user, None)))
+        yield from (component for component in found if component is not None)
 
     def with_own(self, components: Mapping[str, Component]) -> Dictionary:
         """Return a dictionary in which these components take precedence."""

@@ -11,7 +11,6 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from tpf.config import DataConfig
 from tpf.data import chem
 from tpf.data.ccd import Dictionary
 from tpf.data.complete import MAX_BOND_LENGTH, complete
@@ -25,7 +24,7 @@ from tpf.data.structure import (
     keep_residues,
     take,
 )
-from tpf.data.tables import LIGAND, PROTEIN, Tables
+from tpf.data.tables import PROTEIN, Tables
 from tpf.errors import DataError
 
 MIN_RESOLVED = 4
@@ -266,19 +265,3 @@ def drop_links(structure: Structure) -> Structure:
         if mask.any():
             structure = structure.noted(f"{counted(int(mask.sum()), what)} removed.")
     return structure
-
-
-def filter_reason(tables: Tables, config: DataConfig) -> str | None:
-    """Return why an entry is outside the limits of a data configuration, None if it is inside.
-
-    Entries without a release date or a resolution pass (spec model.md 1.1).
-    """
-    if config.release_cutoff is not None and tables.release_date is not None:
-        if tables.release_date.isoformat() > config.release_cutoff:
-            return f"released {tables.release_date}, after {config.release_cutoff}"
-    if tables.resolution is not None and tables.resolution > config.max_resolution:
-        return f"resolution {tables.resolution:g} A, above {config.max_resolution:g}"
-    polymers = int((tables.chain_type != LIGAND).sum())
-    if polymers > config.max_chains:
-        return f"{polymers} polymer chains, more than {config.max_chains}"
-    return None

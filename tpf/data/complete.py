@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data import chem
-from tpf.data.ccd import Dictionary
+from tpf.data.ccd import Component, Dictionary
 from tpf.data.structure import Chain, Structure, counted
 from tpf.data.tables import DNA, PROTEIN, RNA, Tables
 from tpf.errors import DataError
@@ -27,6 +29,7 @@ class Template:
     names: NDArray[np.str_]
     elements: NDArray[np.int32]
     charges: NDArray[np.float32]
+    ideal: NDArray[np.float32]
     bonds: NDArray[np.int32]
     orders: NDArray[np.int32]
     index: dict[str, int]
@@ -44,15 +47,17 @@ class _Row:
     template: Template
 
 
-def make_template(code: str, polymer: bool, known: Dictionary) -> Template | None:
-    """Return the atoms of a residue, without terminal atoms if it is a standard one of a polymer
-    (step 14 of spec 1.1); None if it has no definition or no atoms."""
+def make_template(
+    code: str, polymer: bool, known: Dictionary, lost: frozenset[str] = frozenset()
+) -> Template | None:
+    """Return the atoms of a residue but those ``lost``, without terminal atoms if it is a standard
+    one of a polymer (step 14 of spec 1.1); None if it has no definition or no atoms."""
     component = known.get(code)
     if component is None or not len(component):
         return None
-    keep = np.ones(len(component), dtype=bool)
     if polymer and code in chem.STANDARD:
-        keep = ~np.isin(component.atom_names, list(chem.TERMINAL_ATOMS))
+        lost |= set(chem.TERMINAL_ATOMS)
+    keep = ~np.isin(component.atom_names, list(lost))
     new = np.cumsum(keep) - 1
     inside = keep[component.bonds].all(axis=1)
     names = component.atom_names[keep]
@@ -60,6 +65,7 @@ def make_template(code: str, polymer: bool, known: Dictionary) -> Template | Non
         names=names,
         elements=component.elements[keep],
         charges=component.charges[keep],
+        ideal=component.ideal[keep] if code in known.own else np.full((len(names), 3), np.nan),
         bonds=new[component.bonds[inside]].astype(np.int32).reshape(-1, 2),
         orders=np.where(component.bond_aromatic, 4, component.bond_orders)[inside].astype("i4"),
         index={name: i for i, name in enumerate(names.tolist())},
@@ -99,6 +105,55 @@ def _rows_of(structure: Structure, known: Dictionary, notes: list[str]) -> list[
     return rows
 
 
+def _without_leaving_atoms(rows: list[_Row], structure: Structure, known: Dictionary) -> list[_Row]:
+    """Take from linked residues the unresolved atoms that the link took, as O1 from a glycan."""
+    bonded: dict[int, set[str]] = {}
+    for k, names in _neighbours(rows, structure):
+        for end, name in zip((k, k + 1), names, strict=True):
+            bonded.setdefault(end, set()).add(name)
+    row_of = {row.observed: k for k, row in enumerate(rows) if row.observed is not None}
+    for i in np.unique(structure.links).tolist():
+        owner = row_of.get(int(structure.atom_residue[i]))
+        if owner is not None:
+            bonded.setdefault(owner, set()).add(str(structure.atom_name[i]))
+    spans, result = structure.spans(), list(rows)
+    for k, anchors in bonded.items():
+        row, polymer = rows[k], structure.chains[rows[k].chain].polymer
+        component = known.get(row.code)
+        if component is None or (polymer and row.code in chem.STANDARD):
+            continue  # standard residues have lost theirs already
+        seen: set[str] = set()
+        if row.observed is not None:
+            atoms = slice(*spans[row.observed : row.observed + 2])
+            seen = set(structure.atom_name[atoms][structure.resolved[atoms]].tolist())
+        lost = _leaving(component, anchors) - seen
+        smaller = make_template(row.code, polymer, known, lost) if lost else None
+        if smaller is not None:
+            result[k] = replace(row, template=smaller)
+    return result
+
+
+def _leaving(component: Component, anchors: set[str]) -> frozenset[str]:
+    """Return the leaving atoms of a component that are bonded to ``anchors`` or to one another."""
+    names = component.atom_names
+    gone, edge = np.zeros(len(names), dtype=bool), np.isin(names, list(anchors))
+    while edge.any():
+        near = np.zeros(len(names), dtype=bool)
+        for one, two in (component.bonds.T, component.bonds.T[::-1]):
+            near[two[edge[one]]] = True
+        edge = near & component.leaving & ~gone
+        gone |= edge
+    return frozenset(names[gone].tolist())
+
+
+def _neighbours(rows: list[_Row], structure: Structure) -> Iterator[tuple[int, tuple[str, str]]]:
+    """Yield the rows that a polymer bond joins to the next, and the names of its atoms."""
+    for k, (a, b) in enumerate(itertools.pairwise(rows)):
+        names = _BACKBONE.get(structure.chains[a.chain].type)
+        if a.chain == b.chain and b.res_id == a.res_id + 1 and names is not None:
+            yield k, names
+
+
 def complete(structure: Structure, known: Dictionary) -> Tables:
     """Return the tables of a structure with everything unresolved inserted (steps 13 and 14).
 
@@ -106,7 +161,7 @@ def complete(structure: Structure, known: Dictionary) -> Tables:
     order.
     """
     notes = list(structure.notes)
-    rows = _rows_of(structure, known, notes)
+    rows = _without_leaving_atoms(_rows_of(structure, known, notes), structure, known)
     sizes = np.array([len(row.template.names) for row in rows])
     starts = np.cumsum(sizes) - sizes
     source = np.full(int(sizes.sum()), -1, dtype=np.int64)
@@ -135,6 +190,7 @@ def complete(structure: Structure, known: Dictionary) -> Tables:
         atom_name=np.concatenate([row.template.names for row in rows]),
         element=np.concatenate([row.template.elements for row in rows]),
         charge=np.concatenate([row.template.charges for row in rows]),
+        ideal=np.concatenate([row.template.ideal for row in rows]).astype(np.float32),
         pos=pos,
         occupancy=np.where(resolved, structure.occupancy[source], 0).astype(np.float32),
         b_factor=np.where(resolved, structure.b_factor[source], 0).astype(np.float32),
@@ -188,12 +244,8 @@ def _bonds(
     pairs = [row.template.bonds + start for row, start in zip(rows, starts, strict=True)]
     orders = [row.template.orders for row in rows]
     chain_bonds: list[tuple[int, int]] = []
-    for k in range(len(rows) - 1):
-        a, b = rows[k], rows[k + 1]
-        names = _BACKBONE.get(structure.chains[a.chain].type)
-        if a.chain != b.chain or b.res_id != a.res_id + 1 or names is None:
-            continue
-        i, j = a.template.index.get(names[0]), b.template.index.get(names[1])
+    for k, names in _neighbours(rows, structure):
+        i, j = (rows[k + n].template.index.get(names[n]) for n in (0, 1))
         if i is not None and j is not None:
             chain_bonds.append((int(starts[k]) + i, int(starts[k + 1]) + j))
     place = np.full(len(structure.atom_name) + 1, -1, dtype=np.int64)

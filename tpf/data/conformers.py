@@ -1,10 +1,11 @@
 """Reference conformers and symmetry-equivalent atom orders of components (AF3 SI 2.8).
 
-A conformer is drawn from a pool of ``POOL`` RDKit (ETKDGv3) conformers of the component, each made
-when it is first drawn and kept by the process. Its seed depends on the component code and the
-number in the pool only, so that a draw is the same in every process (unless an embedding takes
-about as long as ``TIMEOUT_S``). One embedding takes 5-10 ms for an amino acid, 80 ms for a drug and
-10 s for a fullerene: a new one for each residue of a crop would take seconds.
+A conformer is an RDKit (ETKDGv3) embedding whose seed depends on the component code and a drawn
+number only, so that a draw is the same in every process (unless an embedding takes about as long as
+``TIMEOUT_S``). One embedding takes 5-10 ms for an amino acid, 80 ms for a drug and 10 s for a
+fullerene. Ligands and modified residues get a new one at every visit. For each residue of a crop
+that would take seconds: standard residues draw from a pool of ``POOL``, as do large and difficult
+components from one of ``LARGE_POOL``; the process keeps what it has made.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from numpy.typing import NDArray
 
 from tpf.config import DataConfig
 from tpf.data.ccd import Component, Dictionary, component_of
-from tpf.data.chem import COVALENT_RADIUS
+from tpf.data.chem import COVALENT_RADIUS, STANDARD
+from tpf.data.identity import agrees, bond_labels
 from tpf.data.symmetry import automorphisms
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
 
 POOL, LARGE_POOL, LARGE = 32, 4, 50
-"""Conformers kept for one component, and for one of more than ``LARGE`` heavy atoms."""
+"""Conformers of a standard residue, and of a component of more than ``LARGE`` heavy atoms."""
+UNLIMITED = 2**16
+"""Numbers that the conformers of all other components are drawn from."""
 TIMEOUT_S = 10
 """Longest time for one embedding."""
 CUTOFF = datetime.date(2021, 9, 30)
 """Coordinates of PDB entries after this day are not used (AF3 SI 2.8)."""
-_RESONANT = frozenset({7, 8, 16, 34})
-"""Terminal N, O, S, Se: bond orders to them depend on the drawn resonance form."""
 
 _SHOWN: dict[bytes, Component] = {}
 """Components that entries show and no dictionary has, by content."""
@@ -60,9 +62,9 @@ def reference_conformer(
     component was defined by ``cutoff``, then to none; "ideal" starts at the ideal coordinates;
     "auto" is "rdkit" where it is installed. Raises ``UsageError`` if "rdkit" is not installed.
     """
-    number = int(rng.integers(LARGE_POOL if len(component) > LARGE else POOL))
+    number = int(rng.integers(_pool(component)))
     if use_rdkit(source):
-        embedded = _embedded(component, number)
+        embedded = embedded_conformer(component, number)
         if embedded is not None:
             return embedded, np.ones(len(component), np.bool_)
     defined = _date(component.date)
@@ -72,6 +74,12 @@ def reference_conformer(
         if known.any():
             return pos, known
     return np.full((len(component), 3), np.nan, np.float32), np.zeros(len(component), np.bool_)
+
+
+def _pool(component: Component) -> int:
+    if len(component) > LARGE:
+        return LARGE_POOL
+    return POOL if component.code in STANDARD else UNLIMITED
 
 
 def use_rdkit(source: Source) -> bool:
@@ -97,9 +105,25 @@ def _date(text: str) -> datetime.date | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
-    """Return the RDKit molecule with hydrogens and stereo, None if RDKit rejects it."""
+def rdkit_molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
+    """Return the RDKit molecule with stereo, hydrogens added last, None if RDKit rejects it."""
     from rdkit import Chem, rdBase
+
+    mol = drawn_molecule(component)
+    with rdBase.BlockLogs():
+        for candidate in _hydrogen_choices(mol):
+            try:
+                Chem.SanitizeMol(candidate)
+                _assign_stereo(candidate, component)
+                return Chem.AddHs(candidate.GetMol())
+            except (ValueError, RuntimeError):  # valences or rings that RDKit does not know
+                continue
+    return None
+
+
+def drawn_molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit RWMol
+    """Return the heavy atoms and bonds of a definition as RDKit takes them, not sanitised."""
+    from rdkit import Chem
 
     metal = [int(z) not in COVALENT_RADIUS for z in component.elements]
     mol = Chem.RWMol()
@@ -119,15 +143,7 @@ def _molecule(component: Component) -> Any:  # noqa: ANN401 - an RDKit Mol
             mol.GetBondBetweenAtoms(i, j).SetIsAromatic(True)
             mol.GetAtomWithIdx(i).SetIsAromatic(True)
             mol.GetAtomWithIdx(j).SetIsAromatic(True)
-    with rdBase.BlockLogs():
-        for candidate in _hydrogen_choices(mol):
-            try:
-                Chem.SanitizeMol(candidate)
-                _assign_stereo(candidate, component)
-                return Chem.AddHs(candidate.GetMol())
-            except (ValueError, RuntimeError):  # valences or rings that RDKit does not know
-                continue
-    return None
+    return mol
 
 
 def _hydrogen_choices(mol: Any) -> Iterator[Any]:  # noqa: ANN401 - RDKit Mols
@@ -174,17 +190,19 @@ def _first_method(component: Component) -> int | None:
 
 
 @functools.lru_cache(maxsize=16384)
-def _embedded(component: Component, number: int) -> NDArray[np.float32] | None:
+def embedded_conformer(component: Component, number: int) -> NDArray[np.float32] | None:
     """Return conformer ``number`` of the pool, None if every method fails."""
     first = _first_method(component)
     if first is None:
         return None
+    if first > 0:  # the plain method fails, and what comes after it takes long
+        number %= LARGE_POOL
     attempts = (_embed(component, number, method) for method in range(first, 3))
     return next((pos for pos in attempts if pos is not None), None)
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """Deliver SIGINT after the block: RDKit's own handler would swallow it while embedding."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -194,28 +212,41 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _embed(component: Component, number: int, method: int) -> NDArray[np.float32] | None:
-    """Embed by ETKDGv3: method 0 plain, 1 small-ring torsions, 2 random starting coordinates."""
+    template = rdkit_molecule(component)
+    if template is None or not len(component):
+        return None
+    seed = (zlib.crc32(component.code.encode()) + number) & 0x7FFFFFFF
+    pos = embed_molecule(template, seed, method)
+    return None if pos is None else pos[: len(component)]
+
+
+def embed_molecule(
+    template: Any,  # noqa: ANN401 - an RDKit Mol
+    seed: int,
+    method: int,
+) -> NDArray[np.float32] | None:
+    """Return ETKDGv3 coordinates of all atoms of a molecule with hydrogens, None if it fails.
+
+    Method 0 is plain, 1 takes small-ring torsions, 2 random starting coordinates too.
+    """
     from rdkit import rdBase
     from rdkit.Chem import rdDistGeom
 
-    template = _molecule(component)
-    if template is None or not len(component):
-        return None
     mol = type(template)(template)
     settings: Any = rdDistGeom.ETKDGv3()
-    settings.randomSeed = (zlib.crc32(component.code.encode()) + number) & 0x7FFFFFFF
+    settings.randomSeed = seed
     settings.useSmallRingTorsions = method >= 1
     settings.useRandomCoords = method >= 2
     if hasattr(settings, "timeout"):
         settings.timeout = TIMEOUT_S
-    with rdBase.BlockLogs(), _interrupts_held():
+    with rdBase.BlockLogs(), interrupts_held():
         try:
             failed = rdDistGeom.EmbedMolecule(mol, settings) < 0
         except (ValueError, RuntimeError):
             return None
     if failed:
         return None
-    pos = mol.GetConformer().GetPositions()[: len(component)].astype(np.float32)
+    pos: NDArray[np.float32] = mol.GetConformer().GetPositions().astype(np.float32)
     return pos if np.isfinite(pos).all() else None
 
 
@@ -233,13 +264,17 @@ class Conformers:
         return cls(dictionary, config.conformers, _date(config.release_cutoff or "") or CUTOFF)
 
     def component(self, tables: Tables, residue: int, atoms: NDArray[np.intp]) -> Component:
-        """Return a residue's definition, or what the entry shows of it if none knows its atoms."""
-        names = tuple(tables.atom_name[atoms].tolist())
-        elements = tuple(tables.element[atoms].tolist())
+        """Return a residue's definition: the dictionary's if it means the same molecule, else what
+        the entry shows of it."""
         found = self.dictionary.get(str(tables.res_name[residue]))
-        if found is not None and _describes(found, names, elements):
+        if found is not None and tables.res_standard[residue]:
+            names = tuple(tables.atom_name[atoms].tolist())
+            if _describes(found, names, tuple(tables.element[atoms].tolist())):
+                return found
+        shown = component_of(tables, residue)
+        if found is not None and not np.isfinite(shown.ideal).any() and agrees(shown, found):
             return found
-        return _shown(component_of(tables, residue))
+        return _shown(shown)
 
     def draw(
         self, component: Component, names: tuple[str, ...], rng: np.random.Generator
@@ -270,7 +305,8 @@ def _shown(component: Component) -> Component:
     digest = hashlib.sha256(repr((component.code, component.atom_names.tolist())).encode())
     for array in (component.elements, component.charges, component.bonds, component.bond_orders):
         digest.update(array.tobytes())
-    digest.update(component.model.tobytes())
+    own = np.isfinite(component.ideal).any()
+    digest.update((component.ideal if own else component.model).tobytes())
     key = digest.digest()
     if len(_SHOWN) >= 1024 and key not in _SHOWN:
         _SHOWN.pop(next(iter(_SHOWN)))
@@ -305,20 +341,11 @@ def atom_orders(
     for k in inside.tolist():
         if linked[k]:
             colours[place[k]] = (1, int(place[k]))
-    found = automorphisms(colours, component.bonds, _bond_labels(component), present)
+    found = automorphisms(colours, component.bonds, bond_labels(component).tolist(), present)
     by_place = inside[np.argsort(place[inside])]  # present atoms in the component's order
     orders = np.repeat(identity, len(found), axis=0)
     orders[:, by_place] = by_place[found]
     return orders
-
-
-def _bond_labels(component: Component) -> list[int]:
-    """Return a label per bond: its order, 4 if aromatic, 0 to a terminal N, O, S or Se."""
-    degree = np.bincount(component.bonds.ravel(), minlength=len(component))
-    resonant = np.isin(component.elements, list(_RESONANT)) & (degree == 1)
-    ends = resonant[component.bonds].any(axis=1)
-    labels = np.where(component.bond_aromatic, 4, component.bond_orders)
-    return [int(label) for label in np.where(ends, 0, labels)]
 
 
 def random_rotation(rng: np.random.Generator) -> NDArray[np.float64]:

@@ -11,8 +11,10 @@ import functools
 import itertools
 import logging
 import signal
+import traceback
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,9 +81,9 @@ class CropDataset(Dataset[Features]):
         A unit whose entry fails is replaced by the next draw of the same position. Raises
         ``DataError`` when ``MAX_DRAWS`` draws fail.
         """
-        epoch, place = divmod(position, self.epoch_length)
-        unit = self.units[self._order(epoch)[place]]
+        unit = self._unit(position)
         skipped: list[dict[str, str]] = []
+        cause: Exception | None = None
         for attempt in range(MAX_DRAWS):
             rng = np.random.default_rng([self.seed, position, attempt])
             if attempt:
@@ -90,13 +92,22 @@ class CropDataset(Dataset[Features]):
             try:
                 return self.sample(unit, rng) | {"position": position, "skipped": skipped}
             except Exception as error:  # a bug that one entry uncovers must not end a long run
-                failure = failure_of(self.entries.records[unit.entry].id, error)
+                cause, failure = error, failure_of(self.entries.records[unit.entry].id, error)
                 log.warning("%s: %s: %s (skipped)", failure.id, failure.stage, failure.reason)
                 skipped.append(asdict(failure))
         last = skipped[-1]
         raise DataError(
             last["id"], last["stage"], f"{last['reason']} ({MAX_DRAWS} draws in a row failed)"
-        )
+        ) from cause
+
+    def _unit(self, position: int) -> Unit:
+        epoch, place = divmod(position, self.epoch_length)
+        unit: Unit = self.units[self._order(epoch)[place]]
+        return unit
+
+    def entry(self, position: int) -> str:
+        """Return the id of the entry that is drawn first for a sample."""
+        return self.entries.records[self._unit(position).entry].id
 
     def sample(self, unit: Unit, rng: np.random.Generator) -> Features:
         """Return the features of a crop around a chain or an interface."""
@@ -166,6 +177,8 @@ class _Failed:
     """An error on its way from a worker; ``error`` keeps its type and entry."""
 
     error: DataError
+    stack: str
+    """Its traceback, which does not travel by itself."""
 
 
 class _Packed(Dataset[Any]):
@@ -178,13 +191,24 @@ class _Packed(Dataset[Any]):
         try:
             return pack(self._dataset[position])
         except DataError as error:
-            return _Failed(error)
+            return _Failed(error, traceback.format_exc())
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
     """Ignore the signals that end a run: the trainer ends its workers after saving."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # RDKit stops at it all the same
+
+
+@contextmanager
+def _keeping_ctrl_c() -> Iterator[None]:
+    """Let SIGINT wait while the block runs: RDKit would take it and cut its work short."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _same(item: Any) -> Any:  # noqa: ANN401 - any sample
@@ -223,24 +247,27 @@ class Loader:
         start_step: int = 0,
         stop_step: int | None = None,
         workers: int = 0,
+        limit: float = 0.0,
     ) -> None:
         """``batch_size`` counts the samples of a step over all ranks.
 
+        ``limit`` is the number of seconds to wait for a worker (0: without end).
         Raises ``UsageError`` if the ranks cannot share it evenly.
         """
         if batch_size % world:
             raise UsageError(f"batch size {batch_size} is not a multiple of {world} processes")
-        self.skipped: list[dict[str, str]] = []
-        """Entries that failed so far."""
         self._per_step = batch_size // world
+        self._dataset = dataset
+        self._positions = _Positions(start_step, stop_step, batch_size, rank, world)
         self._loader = DataLoader(
             _Packed(dataset),
             batch_size=None,
-            sampler=_Positions(start_step, stop_step, batch_size, rank, world),
+            sampler=self._positions,
             num_workers=workers,
             collate_fn=_same,
             prefetch_factor=4 if workers else None,
             worker_init_fn=_leave_signals_to_the_trainer,
+            timeout=limit if workers else 0,
         )
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -251,7 +278,6 @@ class Loader:
         samples: list[Batch] = []
         for item in self._items():
             features = unpack(item)
-            self.skipped += features["skipped"]
             samples.append(to_torch(features))
             if len(samples) == self._per_step:
                 yield samples
@@ -259,15 +285,18 @@ class Loader:
 
     def _items(self) -> Iterator[dict[str, Any]]:
         source = iter(self._loader)
-        while True:
+        for position in self._positions:
             try:
-                item = next(source)
-            except StopIteration:
-                return
+                with _keeping_ctrl_c():
+                    item = next(source)
             except RuntimeError as error:
-                reason = f"a loader process died ({error}); lower data.workers or free memory"
-                raise TpfError(reason) from error
+                what = "hangs" if "timed out" in str(error) else "died"
+                raise TpfError(
+                    f"sample {position}, entry {self._dataset.entry(position)}: a loader process "
+                    f"{what} ({error}); look at the entry with tpf data show, or lower data.workers"
+                ) from error
             if isinstance(item, _Failed):
                 del source  # ends the workers now; in the garbage collector it takes seconds
+                item.error.add_note(f"In the loader process:\n{item.stack}")
                 raise item.error
             yield item

@@ -1,12 +1,21 @@
-"""Definitions of the components of one structure: from a dictionary, or from its own atoms."""
+"""Definitions of the components of one structure: from the file, a dictionary, or its own atoms.
+
+The file comes first, then the user's dictionary, then the known one. A code alone proves nothing:
+a definition is taken if it fits the atoms at hand, and two molecules under one code stay two.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data import chem
 from tpf.data.ccd import Component, Dictionary
+from tpf.data.identity import agrees
 from tpf.data.structure import Structure, counted, keep_residues
 
 MIN_MATCH = 0.7
@@ -14,6 +23,10 @@ MIN_MATCH = 0.7
 MAX_STRETCHED = 0.25
 STRETCHED = 3.0
 """Angstrom; a definition of which more than a quarter of the bonds is longer does not fit."""
+MAX_STRANGE = 0.25
+"""Largest share of the bonds that distances show and a fitting definition lacks."""
+CROWDED = 1.5
+"""Bonds for each atom from which on distances show no bonds, as in a collapsed prediction."""
 BOND_TOLERANCE = 0.4
 """Angstrom added to the sum of covalent radii when bonds are inferred."""
 METAL_RADIUS = 1.5
@@ -25,62 +38,155 @@ def resolve_definitions(
 ) -> tuple[Structure, Dictionary]:
     """Return the structure and a dictionary that has a fitting definition of each component.
 
-    A component that no source has, or whose definition does not fit the observed atoms, is
-    defined by the most complete residue that shows it. Unknown ligands (UNL) go.
+    A component that no source has, or whose definitions do not fit the observed atoms, is defined
+    by the most complete residue that shows it. Ligands of a code that are another molecule than
+    the most complete one get a code of their own. Unknown ligands (UNL) that the file does not
+    define go.
     """
-    unknown = structure.res_name == "UNL"
-    if unknown.any():
-        count = int(unknown.sum())
-        structure = keep_residues(structure, ~unknown).noted(
-            f"{counted(count, 'unknown ligand')} dropped."
-        )
-    spans = structure.spans()
-    seen = np.add.reduceat(structure.resolved.astype(int), spans[:-1]) if len(spans) > 1 else spans
-    inferred: dict[str, Component] = {}
-    for code in dict.fromkeys(structure.res_name.tolist()):
+    structure = _drop_unknown(structure, dictionary)
+    chosen: dict[str, Component] = {}
+    waiting = list(dict.fromkeys(structure.res_name.tolist()))
+    while waiting:
+        code = waiting.pop(0)
         if code in chem.STANDARD:
             continue
-        residues = np.flatnonzero(structure.res_name == code)
-        fullest = int(residues[np.argmax(seen[residues])])
-        rows = np.arange(spans[fullest], spans[fullest + 1])
-        component = dictionary.get(code)
-        if component is not None and fits(component, structure, rows):
-            continue
-        spare = dictionary.spare.get(code)
-        if spare is not None and fits(spare, structure, rows):
-            inferred[code] = spare
-            structure = structure.noted(f"Component {code} was taken from the file itself.")
-            continue
-        inferred[code] = infer(code, structure, rows)
-        why = "is in no dictionary" if component is None else "does not match its definition"
-        structure = structure.noted(f"Component {code} {why}; bonds were inferred from distances.")
-    return structure, dictionary.with_own(inferred)
+        fullest = _fullest(structure, code)
+        component, note = _choose(code, structure, fullest, dictionary)
+        if component is not dictionary.get(code):
+            chosen[code] = component
+        if note:
+            structure = structure.noted(note)
+        others = _others(structure, code, component, fullest)
+        if len(others):
+            name = free_code(code, structure.res_name.tolist(), dictionary)
+            names = structure.res_name.astype(np.promote_types(structure.res_name.dtype, "U8"))
+            names[others] = name
+            structure = replace(structure, res_name=names).noted(
+                f"{counted(len(others), 'residue')} called {code} show another molecule than the "
+                f"others; named {name}."
+            )
+            waiting.append(name)
+    return structure, dictionary.with_own(chosen)
 
 
-def fits(component: Component, structure: Structure, rows: NDArray[np.intp]) -> bool:
-    """Return whether a definition describes the atoms in ``rows``: names, elements, distances."""
-    at: dict[int, int] = {}
+def _drop_unknown(structure: Structure, dictionary: Dictionary) -> Structure:
+    unknown = structure.res_name == "UNL"
+    if not unknown.any() or "UNL" in dictionary.own or "UNL" in dictionary.spare:
+        return structure
+    count = int(unknown.sum())
+    return keep_residues(structure, ~unknown).noted(f"{counted(count, 'unknown ligand')} dropped.")
+
+
+def _fullest(structure: Structure, code: str) -> NDArray[np.intp]:
+    """Return the atoms of the residue of a code with the most resolved ones."""
+    residues = np.flatnonzero(structure.res_name == code)
+    seen = np.bincount(
+        structure.atom_residue[structure.resolved], minlength=len(structure.res_name)
+    )
+    return _atoms(structure, int(residues[np.argmax(seen[residues])]))
+
+
+def _atoms(structure: Structure, residue: int) -> NDArray[np.intp]:
+    first, last = np.searchsorted(structure.atom_residue, (residue, residue + 1))
+    return np.arange(first, last)
+
+
+def _choose(
+    code: str, structure: Structure, rows: NDArray[np.intp], dictionary: Dictionary
+) -> tuple[Component, str]:
+    """Return the definition of a component whose fullest residue has the atoms ``rows``, and what
+    there is to say of the choice."""
+    listed = list(dictionary.listed(code))
+    for given in (dictionary.own.get(code), dictionary.spare.get(code)):
+        if given is None or not covers(given, structure, rows):
+            continue
+        equal = next((part for part in listed if agrees(given, part)), None)
+        if equal is not None:
+            return (given if code in dictionary.own else equal), ""
+        if listed:
+            note = f"Component {code} is the file's own; {code} of the dictionary is another one."
+            return given, note
+        return given, f"Component {code} was taken from the file itself."
+    for part in listed:
+        if covers(part, structure, rows) and suits(part, structure, rows):
+            return part, ""
+    why = "does not match its definition" if listed else "is in no dictionary"
+    note = f"Component {code} {why}; bonds were inferred from distances."
+    return infer(code, structure, rows), note
+
+
+def _others(
+    structure: Structure, code: str, component: Component, fullest: NDArray[np.intp]
+) -> NDArray[np.intp]:
+    """Return the ligands of a code that the definition of the fullest residue does not fit."""
+    allowed = _foreign(component, structure, fullest)
+    polymer = np.array([chain.polymer for chain in structure.chains], dtype=bool)
+    found = []
+    ligands = (structure.res_name == code) & ~polymer[structure.res_chain]
+    for residue in np.flatnonzero(ligands).tolist():
+        rows = _atoms(structure, residue)
+        if rows[0] != fullest[0] and _foreign(component, structure, rows) > allowed:
+            found.append(residue)
+    return np.array(found, dtype=np.intp)
+
+
+def free_code(code: str, taken: Collection[str], dictionary: Dictionary) -> str:
+    """Return the code with a number, in five letters, that nothing else has."""
+    names = (f"{code[: 5 - len(str(k))]}{k}" for k in itertools.count(2))
+    return next(name for name in names if name not in taken and dictionary.get(name) is None)
+
+
+def _known(
+    component: Component, structure: Structure, rows: NDArray[np.intp]
+) -> Iterator[tuple[int, int]]:
+    """Yield (atom of the definition, row) of the atoms in ``rows`` that it has."""
     for row in rows.tolist():
         i = component.index.get(str(structure.atom_name[row]))
         if i is not None and component.elements[i] == structure.element[row]:
-            at[i] = row
-    if len(at) < MIN_MATCH * len(rows):
-        return False
+            yield i, row
+
+
+def _foreign(component: Component, structure: Structure, rows: NDArray[np.intp]) -> int:
+    return len(rows) - sum(1 for _ in _known(component, structure, rows))
+
+
+def covers(component: Component, structure: Structure, rows: NDArray[np.intp]) -> bool:
+    """Return whether a definition has the atoms in ``rows``, by name and element."""
+    return _foreign(component, structure, rows) <= (1 - MIN_MATCH) * len(rows)
+
+
+def suits(component: Component, structure: Structure, rows: NDArray[np.intp]) -> bool:
+    """Return whether the distances of the atoms in ``rows`` go with the bonds of a definition."""
+    at = dict(_known(component, structure, rows))
     pairs = [(at[i], at[j]) for i, j in component.bonds.tolist() if i in at and j in at]
     if not pairs:
         return True
     left, right = np.array(pairs).T
     length = np.linalg.norm(structure.pos[left] - structure.pos[right], axis=1)
-    return float((length > STRETCHED).mean()) <= MAX_STRETCHED
+    if float((length > STRETCHED).mean()) > MAX_STRETCHED:
+        return False
+    shown = _close_pairs(structure.element[rows], structure.pos[rows])
+    covalent = np.isin(structure.element[rows], list(chem.COVALENT_RADIUS))
+    shown = shown[covalent[shown].all(axis=1)]
+    if not 0 < len(shown) <= CROWDED * len(rows):
+        return True
+    drawn = {frozenset(pair) for pair in pairs}
+    strange = sum(frozenset(pair) not in drawn for pair in rows[shown].tolist())
+    return strange <= MAX_STRANGE * len(shown)
+
+
+def _close_pairs(element: NDArray[np.int32], pos: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return the pairs [m, 2] of atoms that are at bonding distance."""
+    radius = np.array([chem.COVALENT_RADIUS.get(int(z), METAL_RADIUS) for z in element])
+    distance = np.linalg.norm(pos[:, None] - pos[None], axis=-1)
+    near = distance < radius[:, None] + radius[None] + BOND_TOLERANCE
+    return np.argwhere(np.triu(near, k=1)).astype(np.int32)
 
 
 def infer(code: str, structure: Structure, rows: NDArray[np.intp]) -> Component:
     """Return a definition made of observed atoms; bonds by distance, of unknown order."""
     element, pos = structure.element[rows], structure.pos[rows]
-    radius = np.array([chem.COVALENT_RADIUS.get(int(z), METAL_RADIUS) for z in element])
-    distance = np.linalg.norm(pos[:, None] - pos[None], axis=-1)
-    near = distance < radius[:, None] + radius[None] + BOND_TOLERANCE
-    bonds = np.argwhere(np.triu(near, k=1)).astype(np.int32)
+    bonds = _close_pairs(element, pos)
     n = len(rows)
     return Component(
         code=code,

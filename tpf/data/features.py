@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpf.config import DataConfig, LossConfig
+from tpf.data.alignment import Alignment
 from tpf.data.ccd import Dictionary
 from tpf.data.chem import GAP
 from tpf.data.conformers import Conformers, atom_orders, random_rotation
 from tpf.data.molecules import Molecules, find_molecules
-from tpf.data.msa import N_RESTYPES, Alignment, msa_features, one_hot
+from tpf.data.msa import N_RESTYPES, msa_features, one_hot
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tables, Tokens
 
 N_ELEMENTS = 119
@@ -96,7 +97,9 @@ def featurize(
     features["token_bonds"] = token_bonds(tokens, lay)
     features |= reference_features(tokens, lay, Conformers.of(dictionary, config), rng)
     msa_rng = rng if training else None
-    features |= msa_features(tokens, lay.token, msa or {}, config.max_msa_rows, msa_rng)
+    features |= msa_features(
+        tokens, lay.token, msa or {}, config.max_msa_rows, msa_rng, config.sampled_msa_rows
+    )
     features |= empty_templates(config.max_templates, n)
     features["ground_truth"] = ground_truth(tokens, molecules, lay.token)
     features["loss_weights"] = loss_weights(tokens.tables, loss or LossConfig())

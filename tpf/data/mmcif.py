@@ -35,14 +35,29 @@ def read_structure(
 
     Raises ``DataError`` with stage read, parse or assembly.
     """
-    stem = entry_name(path)
     blocks, notes = read_blocks(path)
+    return structure_of(entry_name(path), blocks, notes, dictionary or Dictionary())
+
+
+def structure_of(
+    stem: str,
+    blocks: Sequence[Block],
+    notes: list[str],
+    dictionary: Dictionary,
+    *,
+    expanded: bool = True,
+) -> tuple[Structure, Dictionary]:
+    """Return what ``read_structure`` returns, of data blocks already read from the file ``stem``.
+
+    Without ``expanded`` the deposited chains are taken and not the first assembly. ``notes`` say
+    what was found while reading.
+    """
     block = _choose_block(stem, blocks, notes)
     entry = _entry_id(block, stem)
     site = read_atom_site(entry, block, notes)
     groups = residue_groups(site, notes)
     own, spare = _file_components(blocks, site, groups)
-    known = (dictionary or Dictionary()).with_own(own).with_spare(spare)
+    known = dictionary.with_own(own).with_spare(spare)
     placed = place_chains(groups, read_records(block), known, notes)
     selected = [_select(part, site, notes) for part in placed]
     method, resolution, released = read_metadata(block)
@@ -56,7 +71,7 @@ def read_structure(
     )
     if not any(block.has(category) for category in _LINKS_LISTED):
         structure = _with_inferred_links(structure)
-    copies = read_assembly(entry, block)
+    copies = read_assembly(entry, block) if expanded else None
     if copies is not None:
         origin = {part.chain.id: part.groups[0][1].asym for part in placed}
         structure = expand(structure, copies, origin)

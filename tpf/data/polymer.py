@@ -134,7 +134,7 @@ def _chain_type(declared: str, codes: list[str], dictionary: Dictionary) -> int:
     return votes.most_common(1)[0][0] if votes else LIGAND
 
 
-def _expand(text: str, kind: int) -> tuple[Site, ...]:
+def expand_letters(text: str, kind: int) -> tuple[Site, ...]:
     """Return the positions of a one-letter sequence with (CODE) for modified residues."""
     table = _ONE_TO_CODE.get(kind, {})
     unknown = {PROTEIN: "UNK", RNA: "N", DNA: "DN"}.get(kind, "UNK")
@@ -213,7 +213,7 @@ def _polymer(
         return _ligand(asym, entity, members)
     sequence = records.by_asym.get(asym) or records.by_entity.get(entity, ())
     if not sequence and entity in records.one_letter:
-        sequence = _expand(records.one_letter[entity], kind)
+        sequence = expand_letters(records.one_letter[entity], kind)
     ids = _places(asym, members, sequence, notes)
     groups = tuple(sorted(zip(ids, members, strict=True), key=lambda item: item[0]))
     if not sequence:

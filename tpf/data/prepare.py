@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from tpf.data import store
-from tpf.data.records import Record, Skipped, data_files, map_files, record_of
-from tpf.errors import DataError, UsageError
+from tpf.data.alignment import AlignmentFolder
+from tpf.data.cache import read
+from tpf.data.cif import entry_name
+from tpf.data.pool import map_files
+from tpf.data.records import Record, Skipped, data_files, died, failure_of, record_of
+from tpf.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What came of one file."""
+
+    source: str
+    result: Record | Skipped
+    n_bytes: int = 0
+    """Size of the stored entry."""
 
 
 def prepare(
@@ -22,37 +36,64 @@ def prepare(
     out: Path,
     *,
     ccd: str | None = None,
+    msa: str | None = None,
     shard: tuple[int, int] = (1, 1),
     workers: int = 1,
-) -> Iterator[Record | Skipped]:
+    memory: float | None = None,
+    retry: bool = False,
+) -> Iterator[Prepared]:
     """Yield the record of each file as it is stored in ``out``, or why it is not.
 
-    ``shard`` (i, n) takes every n-th file starting with the i-th, i from 1. Files that an earlier
-    run stored are passed over. Raises ``UsageError`` for a wrong shard or path.
+    The alignments in ``msa`` are stored with the entries. ``shard`` (i, n) takes every n-th file
+    starting with the i-th, i from 1. Files that an earlier run has done and that did not change
+    since are passed over; with ``retry`` those that failed are tried again. ``memory`` GB bound
+    each worker. Raises ``UsageError`` for a wrong shard, path or output folder.
     """
     number, count = shard
     if not 1 <= number <= count:
         raise UsageError(f"shard {number}/{count}: write I/N with I from 1 to N")
-    files = [str(file) for file in data_files(path)][number - 1 :: count]
-    out.mkdir(parents=True, exist_ok=True)
-    index = out / f"index-{number}-of-{count}.jsonl"
-    store.drop_unfinished_line(index)
-    done = {fields["source"] for fields in store.read_index(out)}
-    convert = functools.partial(_convert, out, ccd)
-    todo = [file for file in files if file not in done]
-    for result in map_files(convert, todo, workers):
-        if isinstance(result, Record):
-            store.append_index(index, dataclasses.asdict(result))
-        yield result
+    files = [os.path.abspath(file) for file in data_files(path)][number - 1 :: count]
+    store.open_store(out, ccd, msa)
+    done = {
+        line["source"]: line["mtime_ns"]
+        for line in store.read_index(out)
+        if not _again(line, retry)
+    }
+    todo = [file for file in files if done.get(file) != os.stat(file).st_mtime_ns]
+    folder = None if msa is None else AlignmentFolder(Path(msa))
+    convert = functools.partial(_convert, out, ccd, folder)
+    with store.open_index(out, shard) as index:
+        for line in map_files(convert, todo, workers, _died, memory):
+            store.append_index(index, line)
+            if "failed" in line:
+                yield Prepared(line["source"], Skipped(**line["failed"]))
+            else:
+                record = Record(**line["record"])
+                yield Prepared(line["source"], record, (out / record.path).stat().st_size)
 
 
-def _convert(out: Path, ccd: str | None, source: str) -> Record | Skipped:
-    """Store one file; its name has a digest of the source, as ids may repeat."""
+def _again(line: store.Line, retry: bool) -> bool:
+    """Tell whether a file that has a line in the index is to be done again."""
+    if "failed" in line:
+        return retry
+    return not Path(line["record"]["path"]).is_file()
+
+
+def _convert(out: Path, ccd: str | None, msa: AlignmentFolder | None, source: str) -> store.Line:
+    """Store one file and return its line of the index."""
+    line: store.Line = {"source": source, "mtime_ns": os.stat(source).st_mtime_ns}
     try:
-        tokens = store.load_tokens(source, ccd)
-    except DataError as error:
-        return Skipped(error.entry, error.stage, error.reason)
-    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-    name = f"{tokens.tables.id}-{digest}.npz"
-    store.write_tokens(out / name, tokens)
-    return dataclasses.replace(record_of(tokens, name), source=source)
+        parsed = read(source, ccd, msa)
+        record = record_of(parsed, store.write_entry(out, parsed))
+    except MemoryError:
+        bad = Skipped(entry_name(Path(source)), "memory", "needs more memory than --memory allows")
+        return line | {"failed": dataclasses.asdict(bad)}
+    except Exception as error:  # one odd file must not end a long preparation
+        bad = failure_of(entry_name(Path(source)), error)
+        return line | {"failed": dataclasses.asdict(bad)}
+    return line | {"record": dataclasses.asdict(record)}
+
+
+def _died(source: str) -> store.Line:
+    failed = dataclasses.asdict(died(source))
+    return {"source": source, "mtime_ns": os.stat(source).st_mtime_ns, "failed": failed}

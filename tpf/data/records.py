@@ -10,11 +10,8 @@ import datetime
 import functools
 import hashlib
 import importlib
-import multiprocessing
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +22,13 @@ from tpf.config import DataConfig
 from tpf.data import store
 from tpf.data.cache import EntryCache
 from tpf.data.cif import entry_name
+from tpf.data.identity import graph_digest
+from tpf.data.kinase import has_kinase
 from tpf.data.load import find_files
+from tpf.data.pool import map_files
 from tpf.data.proximity import close_groups
 from tpf.data.sampling import Unit, cluster_weights
+from tpf.data.store import Parsed
 from tpf.data.tables import LIGAND, Tokens
 from tpf.errors import DataError, UsageError
 
@@ -54,13 +55,15 @@ class Record:
     """Chain ids of the assembly."""
     chain_types: tuple[int, ...]
     chain_keys: tuple[str, ...]
-    """Digest of type and residues: equal for equal sequence or ligand."""
+    """Digest of type, residues and ligand atoms: equal for equal sequence or ligand."""
     resolved: tuple[int, ...]
     """Chains with a resolved token centre."""
     interfaces: tuple[tuple[int, int], ...]
     """Pairs of chains with heavy atoms nearer than 5 Angstrom."""
-    source: str = ""
-    """File that a stored entry was made from."""
+    msa_rows: tuple[int, ...]
+    """Rows of the alignment of each chain; 0 without one."""
+    kinase: bool
+    """Has a protein kinase."""
 
     @property
     def n_polymers(self) -> int:
@@ -86,9 +89,11 @@ def failure_of(entry: str, error: Exception) -> Skipped:
     return Skipped(entry, "unexpected", reason)
 
 
-def record_of(tokens: Tokens, path: str) -> Record:
+def record_of(parsed: Parsed, path: str) -> Record:
     """Return the record of an entry that lies at ``path``."""
+    tokens = parsed.tokens
     tables = tokens.tables
+    rows = {entity: len(a.rows) for entity, a in parsed.alignments.items()}
     token_chain = tables.res_chain[tokens.residue]
     centre = tokens.center_atom
     seen = np.isfinite(tables.pos[centre]).all(axis=1) & (tables.occupancy[centre] > 0)
@@ -107,6 +112,8 @@ def record_of(tokens: Tokens, path: str) -> Record:
         chain_keys=tuple(_chain_keys(tokens)),
         resolved=tuple(resolved.tolist()),
         interfaces=tuple(close_groups(tables.pos[atoms], atom_chain[atoms], INTERFACE_CONTACT)),
+        msa_rows=tuple(rows.get(entity, 0) for entity in tables.chain_entity.tolist()),
+        kinase=has_kinase(tables),
     )
 
 
@@ -114,8 +121,12 @@ def _chain_keys(tokens: Tokens) -> list[str]:
     tables = tokens.tables
     keys = []
     for chain, kind in enumerate(tables.chain_type.tolist()):
-        residues = "-".join(tables.res_name[tables.res_chain == chain].tolist())
-        keys.append(hashlib.sha256(f"{kind}:{residues}".encode()).hexdigest()[:16])
+        text = f"{kind}:" + "-".join(tables.res_name[tables.res_chain == chain].tolist())
+        if kind == LIGAND:  # many molecules may be called LIG
+            atoms = np.flatnonzero(tables.res_chain[tables.atom_residue] == chain)
+            inside = np.isin(tables.bonds, atoms).all(axis=1)
+            text += ":" + graph_digest(tables.element[atoms], tables.bonds[inside] - atoms[0])
+        keys.append(hashlib.sha256(text.encode()).hexdigest()[:16])
     return keys
 
 
@@ -132,7 +143,8 @@ class Entries:
 
     def __init__(self, config: DataConfig) -> None:
         """Read the records and apply the filters; raise ``UsageError`` if nothing is left."""
-        cutoff = _cutoff(config)
+        chosen = _Filter.of(config)
+        self._msa = config.msa is not None
         self.cache = EntryCache(config)
         """Entries in memory, the last ones read among them."""
         self.skipped: list[Skipped] = []
@@ -144,7 +156,7 @@ class Entries:
             if isinstance(record, Skipped):
                 self.skipped.append(record)
                 continue
-            reason = _filter(record, config, cutoff)
+            reason = chosen.reason(record)
             if reason is None:
                 self.records.append(record)
             else:
@@ -164,6 +176,19 @@ class Entries:
         parts = [f"{n} {reason}" for reason, n in counts.most_common(REASONS)]
         others = counts.total() - sum(n for _, n in counts.most_common(REASONS))
         return "; ".join(parts + [f"{others} others"] * bool(others)) or "nothing skipped"
+
+    def alignment_notice(self) -> str:
+        """Return how many polymer chains have no alignment, "" if none was given at all."""
+        rows = [
+            n
+            for record in self.records
+            for n, kind in zip(record.msa_rows, record.chain_types, strict=True)
+            if kind != LIGAND
+        ]
+        missing = rows.count(0)
+        if not self._msa and missing == len(rows):
+            return ""
+        return f"{missing} of {len(rows)} polymer chains have no alignment: the query row alone"
 
     def units(self) -> list[Unit]:
         """Return every chain and interface that a sample can be drawn for."""
@@ -192,51 +217,92 @@ class Entries:
 
     def _read(self, config: DataConfig) -> list[Record | Skipped]:
         if config.path is not None and store.is_store(Path(config.path)):
-            return [Record(**fields) for fields in store.read_index(Path(config.path))]
+            return stored_records(Path(config.path))
         paths = [str(path) for path in data_files(config.path)]
         workers = config.workers if len(paths) >= MANY_FILES else 1
-        return list(map_files(functools.partial(_read_record, self.cache), paths, workers))
+        read = functools.partial(_read_record, self.cache)
+        return list(map_files(read, paths, workers, died))
 
 
-def map_files(
-    function: Callable[[str], Record | Skipped], paths: list[str], workers: int
-) -> Iterator[Record | Skipped]:
-    """Yield the results for the paths in order, made in ``workers`` processes if more than one."""
-    if workers < 2 or len(paths) < 2:
-        yield from map(function, paths)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        yield from pool.map(function, paths, chunksize=4)
+def stored_records(folder: Path) -> list[Record | Skipped]:
+    """Return the records of a prepared cache, each stored entry once, and what failed in it."""
+    found: dict[str, Record | Skipped] = {}
+    for line in store.read_index(folder):
+        if "failed" in line:
+            found[line["source"]] = Skipped(**line["failed"])
+        else:
+            record = Record(**line["record"])
+            found.setdefault(record.path, record)
+    return list(found.values())
+
+
+def died(path: str) -> Skipped:
+    """Return the outcome of a file at which the process that read it died."""
+    return Skipped(entry_name(Path(path)), "read", "the process that read it died")
 
 
 def _read_record(cache: EntryCache, path: str) -> Record | Skipped:
     try:
-        return record_of(cache.get(path).tokens, path)
+        return record_of(cache.get(path), path)
     except Exception as error:  # one odd file must not keep a run from starting
         return failure_of(entry_name(Path(path)), error)
 
 
-def _cutoff(config: DataConfig) -> datetime.date | None:
-    if config.release_cutoff is None:
+@dataclass(frozen=True)
+class _Filter:
+    """What entries must be to be used."""
+
+    config: DataConfig
+    after: str | None
+    until: str | None
+    only: frozenset[str] | None
+    without: frozenset[str]
+
+    @classmethod
+    def of(cls, config: DataConfig) -> _Filter:
+        """Read the lists and dates; raise ``UsageError`` if one cannot be read."""
+        return cls(
+            config,
+            _day("released_after", config.released_after),
+            _day("release_cutoff", config.release_cutoff),
+            None if config.only is None else _ids("only", config.only),
+            frozenset() if config.without is None else _ids("without", config.without),
+        )
+
+    def reason(self, record: Record) -> str | None:
+        """Return why a record is dropped, None if it is kept."""
+        released, config = record.release_date, self.config
+        if self.only is not None and record.id not in self.only:
+            return f"not in {config.only}"
+        if record.id in self.without:
+            return f"in {config.without}"
+        if self.until is not None and released is not None and released > self.until:
+            return f"released after {self.until}"
+        if self.after is not None and (released is None or released <= self.after):
+            return f"not released after {self.after}"
+        if record.resolution is not None and record.resolution > config.max_resolution:
+            return f"resolution worse than {config.max_resolution:g} A"
+        if record.n_polymers > config.max_chains:
+            return f"more than {config.max_chains} polymer chains"
+        if config.kinases and not record.kinase:
+            return "no protein kinase"
+        if not record.resolved:
+            return "no token has a resolved centre atom"
         return None
+
+
+def _day(name: str, text: str | None) -> str | None:
+    """Return a date of the configuration as YYYY-MM-DD."""
     try:
-        return datetime.date.fromisoformat(config.release_cutoff)
+        return None if text is None else datetime.date.fromisoformat(text).isoformat()
     except ValueError:
-        raise UsageError(
-            f"data.release_cutoff is {config.release_cutoff!r}; write YYYY-MM-DD"
-        ) from None
+        raise UsageError(f"data.{name} is {text!r}; write YYYY-MM-DD") from None
 
 
-def _filter(record: Record, config: DataConfig, cutoff: datetime.date | None) -> str | None:
-    """Return why a record is dropped, None if it is kept."""
-    released = record.release_date
-    if cutoff is not None and released is not None and released > cutoff.isoformat():
-        return f"released after {cutoff.isoformat()}"
-    if record.resolution is not None and record.resolution > config.max_resolution:
-        return f"resolution worse than {config.max_resolution:g} A"
-    if record.n_polymers > config.max_chains:
-        return f"more than {config.max_chains} polymer chains"
-    if not record.resolved:
-        return "no token has a resolved centre atom"
-    return None
+def _ids(name: str, path: str) -> frozenset[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"data.{name} {path}: cannot read the list ({error})") from error
+    items = (line.split("#")[0].strip() for line in lines)
+    return frozenset(entry_name(Path(item)).lower() for item in items if item)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tpf.config import DataConfig
 from tpf.data.crop import crop as draw_crop
@@ -13,6 +14,10 @@ from tpf.data.load import load_tables
 from tpf.data.tables import LIGAND, Tokens
 from tpf.data.tokens import tokenize
 
+CONTACT = 8.0
+"""Angstrom between token centres that are drawn as a contact."""
+PICTURE = 64
+"""Characters across a picture."""
 TYPE_NAMES = ("protein", "RNA", "DNA", "ligand")
 
 
@@ -42,7 +47,7 @@ def describe(path: Path, crop: int | None = None, seed: int = 0) -> dict[str, An
     return facts
 
 
-def _chain(tokens: Tokens, chain: int, chain_of_token: np.ndarray) -> dict[str, Any]:
+def _chain(tokens: Tokens, chain: int, chain_of_token: NDArray[np.int32]) -> dict[str, Any]:
     tables = tokens.tables
     residues = np.flatnonzero(tables.res_chain == chain)
     return {
@@ -85,7 +90,7 @@ def _links(tokens: Tokens) -> list[str]:
 
 
 def _crop(
-    tokens: Tokens, config: DataConfig, seed: int, chain_of_token: np.ndarray
+    tokens: Tokens, config: DataConfig, seed: int, chain_of_token: NDArray[np.int32]
 ) -> dict[str, Any]:
     weights = (config.crop_contiguous, config.crop_spatial, config.crop_interface)
     index = draw_crop(tokens, config.crop, np.random.default_rng(seed), weights)
@@ -96,7 +101,43 @@ def _crop(
         "budget": config.crop,
         "tokens": index.tolist(),
         "by_chain": dict(zip(ids, counts.tolist(), strict=True)),
+        "contacts": _contacts(tokens.tables.pos[tokens.center_atom[index]]),
     }
+
+
+def _contacts(centre: NDArray[np.float32]) -> list[list[int]]:
+    """Return the pairs i < j of centres [n, 3] nearer than ``CONTACT``."""
+    distance = np.linalg.norm(centre[:, None] - centre[None], axis=-1)
+    return np.argwhere(np.triu(distance < CONTACT, k=1)).tolist()
+
+
+def _strips(facts: dict[str, Any]) -> list[str]:
+    """Return a line per chain of the crop: which part of it was taken."""
+    chosen = np.zeros(facts["tokens"], bool)
+    chosen[facts["crop"]["tokens"]] = True
+    lines, start = [], 0
+    for chain in facts["chains"]:
+        own = chosen[start : start + chain["tokens"]]
+        start += chain["tokens"]
+        if own.any():
+            parts = np.array_split(own, min(len(own), PICTURE))
+            shades = "".join(" ░▒▓█"[int(np.ceil(4 * part.mean()))] for part in parts)
+            lines.append(f"{chain['id']:<10} |{shades}|")
+    return lines
+
+
+def _map(crop: dict[str, Any]) -> list[str]:
+    """Return the contact map of a crop in Braille dots, two by four to a character."""
+    n = len(crop["tokens"])
+    side = min(n, 2 * PICTURE)
+    dots = np.zeros((-(-side // 4) * 4, -(-side // 2) * 2), np.int64)
+    place = np.arange(n) * side // n
+    pairs = place[np.array(crop["contacts"], dtype=np.intp).reshape(-1, 2)]
+    dots[pairs[:, 0], pairs[:, 1]] = dots[pairs[:, 1], pairs[:, 0]] = 1
+    bits = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+    rows, columns = dots.shape[0] // 4, dots.shape[1] // 2
+    cells = (dots.reshape(rows, 4, columns, 2) * bits[:, None, :]).sum(axis=(1, 3))
+    return ["".join(chr(0x2800 + cell) for cell in row) for row in cells.tolist()]
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -123,4 +164,7 @@ def render(facts: dict[str, Any]) -> str:
         lines.append(
             f"crop of {len(c['tokens'])} tokens (budget {c['budget']}, seed {c['seed']}): {shares}"
         )
+        lines += _strips(facts)
+        lines.append(f"contacts of token centres within {CONTACT:g} Å:")
+        lines += _map(c)
     return "\n".join(lines)

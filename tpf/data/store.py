@@ -1,39 +1,64 @@
-"""Tokenised entries on disk: one .npz file per entry and an index of records.
+"""A prepared cache: tokenised entries on disk that training reads without parsing.
 
-A prepared cache is a folder with ``.npz`` files and one ``index*.jsonl`` per writer, a line
-per finished entry. Writers never touch each other's files: several may run at once, and one that
-was stopped goes on after the last line of its index.
+A folder with ``cache.json`` (what the files in it mean), one ``.npz`` file per entry named by its
+own digest, and one ``index-*.jsonl`` per writer with a line for each file done. Writers never touch
+each other's files: several may run at once, and one that was stopped goes on after its last line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
+import hashlib
+import io
 import json
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tpf.data.load import load_tables
+from tpf.data.alignment import Alignment
 from tpf.data.tables import Tables, Tokens
-from tpf.data.tokens import tokenize
 from tpf.errors import DataError, UsageError
 
+SCHEMA = 2
+"""Raised when the fields of the records or the meaning of a stored array change."""
+HEADER = "cache.json"
+DIGEST = 16
+"""Hexadecimal digits of the SHA-256 of a file in its name."""
 _SCALARS = ("id", "method", "resolution", "release_date", "notes")
 
-
-def load_tokens(path: str, ccd: str | None = None) -> Tokens:
-    """Return an entry from a structure file or a stored .npz; raise ``DataError`` if it is bad."""
-    if path.endswith(".npz"):
-        return read_tokens(Path(path))
-    return tokenize(load_tables(Path(path), ccd=ccd))
+Line = dict[str, Any]
+"""``source`` (absolute path), ``mtime_ns`` and one of ``record``, ``failed`` (their fields)."""
 
 
-def write_tokens(path: Path, tokens: Tokens) -> None:
-    """Store an entry; the file appears complete or not at all."""
+@dataclass(frozen=True)
+class Parsed:
+    """An entry with its alignments by entity."""
+
+    tokens: Tokens
+    alignments: dict[int, Alignment]
+
+    @property
+    def nbytes(self) -> int:
+        """Rough size in memory."""
+        atoms = len(self.tokens.tables.atom_name)
+        return 120 * atoms + sum(a.nbytes for a in self.alignments.values())
+
+
+def write_entry(folder: Path, parsed: Parsed) -> str:
+    """Store an entry and return its path inside ``folder``; it appears complete or not at all.
+
+    Alignments get files of their own, shared by the entries that have the same.
+    """
+    tokens = parsed.tokens
     tables = tokens.tables
     released = tables.release_date
     facts = {
@@ -42,81 +67,174 @@ def write_tokens(path: Path, tokens: Tokens) -> None:
         "resolution": tables.resolution,
         "release_date": None if released is None else released.isoformat(),
         "notes": list(tables.notes),
+        "alignments": {e: _write_alignment(folder, a) for e, a in parsed.alignments.items()},
     }
-    arrays = {f"tables.{name}": getattr(tables, name) for name in _array_fields(Tables)}
-    arrays |= {f"tokens.{name}": getattr(tokens, name) for name in _array_fields(Tokens)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, facts=np.array(json.dumps(facts)), **arrays)
-    temporary.replace(path)
+    arrays = {f"tables.{name}": getattr(tables, name) for name in array_fields(Tables)}
+    arrays |= {f"tokens.{name}": getattr(tokens, name) for name in array_fields(Tokens)}
+    return _write_arrays(folder, tables.id, {"facts": np.array(json.dumps(facts)), **arrays})
 
 
-def read_tokens(path: Path) -> Tokens:
-    """Read what ``write_tokens`` stored; raise ``DataError`` at stage "store" if it is damaged."""
+def _write_alignment(folder: Path, alignment: Alignment) -> str:
+    parts = {"": alignment} | ({"pairing.": alignment.pairing} if alignment.pairing else {})
+    names = ("rows", "deletions", "species")
+    arrays = {f"{key}{name}": getattr(a, name) for key, a in parts.items() for name in names}
+    return _write_arrays(folder, "msa", arrays)
+
+
+def _write_arrays(folder: Path, stem: str, arrays: dict[str, Any]) -> str:
+    """Write ``xx/STEM-DIGEST.npz`` in ``folder`` and return that path."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    content = buffer.getvalue()
+    digest = hashlib.sha256(content).hexdigest()[:DIGEST]
+    path = folder / digest[:2] / f"{stem}-{digest}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.write_bytes(content)
+    staged.replace(path)
+    return str(path.relative_to(folder))
+
+
+def read_entry(path: Path) -> Parsed:
+    """Read what ``write_entry`` stored; raise ``DataError`` at stage "store" if it is damaged."""
+    arrays = _read_arrays(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            facts = json.loads(str(file["facts"]))
-            tables = {name: file[f"tables.{name}"] for name in _array_fields(Tables)}
-            tokens = {name: file[f"tokens.{name}"] for name in _array_fields(Tokens)}
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            path.stem, "store", f"{path} is damaged ({error}); prepare it again"
-        ) from error
-    released = facts.pop("release_date")
-    return Tokens(
-        tables=Tables(
-            **tables,
+        facts = json.loads(str(arrays["facts"]))
+        released = facts["release_date"]
+        whole: dict[str, Any] = {name: arrays[f"tables.{name}"] for name in array_fields(Tables)}
+        tables = Tables(
+            **whole,
             **{name: facts[name] for name in ("id", "method", "resolution")},
             release_date=None if released is None else datetime.date.fromisoformat(released),
             notes=tuple(facts["notes"]),
-        ),
-        **tokens,
-    )
+        )
+        own = {name: arrays[f"tokens.{name}"] for name in array_fields(Tokens)}
+        folder = path.parent.parent
+        alignments = {int(e): _read_alignment(folder / p) for e, p in facts["alignments"].items()}
+    except (KeyError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return Parsed(Tokens(tables=tables, **own), alignments)
 
 
-def _array_fields(kind: type) -> list[str]:
+def _read_alignment(path: Path) -> Alignment:
+    arrays = _read_arrays(path)
+    parts: dict[str, dict[str, Any]] = {"": {}, "pairing": {}}
+    for key, values in arrays.items():
+        part, _, name = key.rpartition(".")
+        parts[part][name] = values
+    pairing = Alignment(**parts["pairing"]) if parts["pairing"] else None
+    return Alignment(**parts[""], pairing=pairing)
+
+
+def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        content = path.read_bytes()
+        if not path.stem.endswith(f"-{hashlib.sha256(content).hexdigest()[:DIGEST]}"):
+            raise ValueError("its content does not match the checksum in its name")
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    entry = path.stem.rpartition("-")[0]
+    return DataError(entry, "store", f"{path} is damaged ({error}); prepare it again")
+
+
+def array_fields(kind: type) -> list[str]:
+    """Return the names of the fields of ``Tables`` or ``Tokens`` that are arrays."""
     names = [field.name for field in dataclasses.fields(kind)]
     return [name for name in names if name not in (*_SCALARS, "tables")]
 
 
 def is_store(path: Path) -> bool:
     """Tell whether a folder is a prepared cache."""
-    return path.is_dir() and any(path.glob("index*.jsonl"))
+    return (path / HEADER).is_file()
 
 
-def drop_unfinished_line(path: Path) -> None:
-    """Remove the last line of an index file if its writer was interrupted in it."""
-    if path.is_file():
-        whole = path.read_bytes()
-        path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> None:
+    """Make a folder a cache, or check that it is one of the same schema, ``ccd`` and ``msa``.
 
-
-def append_index(path: Path, record: dict[str, Any]) -> None:
-    """Add the line of one finished entry to an index file."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def read_index(folder: Path) -> list[dict[str, Any]]:
-    """Return the fields of all records of a cache in order of paths, which are made absolute.
-
-    A last line cut short by an interruption is left out. Raises ``UsageError`` for other lines.
+    Raises ``UsageError`` for a folder that holds something else.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for index in sorted(folder.glob("index*.jsonl")):
+    dictionary = None if ccd is None else hashlib.sha256(Path(ccd).read_bytes()).hexdigest()
+    header = {"schema": SCHEMA, "ccd": dictionary, "msa": msa is not None}
+    if is_store(folder):
+        _check_schema(folder)
+        if json.loads((folder / HEADER).read_text()) != header:
+            raise UsageError(f"{folder} was prepared with other --ccd or --msa; give a new folder")
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is no prepared cache and not empty; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = folder / f".{HEADER}.{os.getpid()}"
+    staged.write_text(json.dumps(header) + "\n")
+    staged.replace(folder / HEADER)
+
+
+def _check_schema(folder: Path) -> None:
+    try:
+        schema = json.loads((folder / HEADER).read_text())["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder / HEADER} is damaged; prepare the data again") from error
+    if schema != SCHEMA:
+        raise UsageError(
+            f"{folder} has schema {schema}, this version of tpf reads {SCHEMA}; prepare it again"
+        )
+
+
+@contextmanager
+def open_index(folder: Path, shard: tuple[int, int]) -> Iterator[IO[str]]:
+    """Open a shard's index for ``append_index``, without the end of a line that was cut short.
+
+    Raises ``UsageError`` if another process has it open.
+    """
+    path = folder / f"index-{shard[0]}-of-{shard[1]}.jsonl"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"{path} is being written by another process; wait for it") from error
+        whole = path.read_bytes()
+        file.truncate(whole.rfind(b"\n") + 1)
+        yield file
+
+
+def append_index(index: IO[str], line: Line) -> None:
+    """Add the line of one finished file to an index."""
+    index.write(json.dumps(line) + "\n")
+    index.flush()
+
+
+def read_index(folder: Path) -> list[Line]:
+    """Return the newest line of each source, in the order of sources.
+
+    The paths of records are made absolute. A last line cut short is left out; raises
+    ``UsageError`` for other damage and for a cache of another schema.
+    """
+    _check_schema(folder)
+    found: dict[str, Line] = {}
+    for index in sorted(folder.glob("index-*.jsonl")):
         lines = index.read_text().splitlines()
-        for number, line in enumerate(lines, start=1):
+        for number, text in enumerate(lines, start=1):
             try:
-                fields = json.loads(line)
-                fields["path"] = str(folder / fields["path"])
-                found[fields["path"]] = {name: _tuples(value) for name, value in fields.items()}
+                line: Line = json.loads(text)
+                older = found.get(line["source"])
+                if older is None or older["mtime_ns"] <= line["mtime_ns"]:
+                    found[line["source"]] = line
             except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines):
                     continue
-                raise UsageError(f"{index}: line {number} is damaged; prepare it again") from error
-    return [found[key] for key in sorted(found)]
+                raise UsageError(f"{index}: line {number} is damaged; delete that line") from error
+    ordered = [found[source] for source in sorted(found, key=Path)]
+    for line in ordered:
+        if "record" in line:
+            record = {name: _tuples(value) for name, value in line["record"].items()}
+            line["record"] = record | {"path": str(folder / record["path"])}
+    return ordered
 
 
-def _tuples(value: object) -> object:
+def _tuples(value: Any) -> Any:
     """Return JSON lists as tuples, also inside lists."""
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

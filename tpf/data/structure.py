@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterator
+import itertools
+import string
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,14 @@ from numpy.typing import NDArray
 def counted(n: int, noun: str) -> str:
     """Return ``1 atom``, ``2 atoms``: a number with its noun, for notes."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def chain_names(taken: Collection[str]) -> Iterator[str]:
+    """Yield A, B, ..., Z, AA, AB, ... without the names taken."""
+    for size in itertools.count(1):
+        for letters in itertools.product(string.ascii_uppercase, repeat=size):
+            if (name := "".join(letters)) not in taken:
+                yield name
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ class Tables:
     """[A] atomic number, 0 for an unknown element."""
     charge: NDArray[np.float32]
     """[A] formal charge of the component definition."""
+    ideal: NDArray[np.float32]
+    """[A, 3] Angstrom, ideal coordinates of components that the file itself defines; NaN for all
+    others, which a dictionary has."""
     pos: NDArray[np.float32]
     """[A, 3] Angstrom; NaN where unresolved."""
     occupancy: NDArray[np.float32]

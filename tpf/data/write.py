@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tpf.data import chem
 from tpf.data.ccd import Component, Dictionary, component_of
+from tpf.data.identity import agrees
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tables
 from tpf.errors import UsageError
 
@@ -184,7 +185,8 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
         name: []
         for name in (
             "comp_id", "atom_id", "type_symbol", "charge", "pdbx_aromatic_flag",
-            "model_Cartn_x", "model_Cartn_y", "model_Cartn_z",
+            "model_Cartn_x", "model_Cartn_y", "model_Cartn_z", "pdbx_model_Cartn_x_ideal",
+            "pdbx_model_Cartn_y_ideal", "pdbx_model_Cartn_z_ideal",
         )
     }  # fmt: skip
     bonds: _Columns = {
@@ -200,14 +202,14 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
             continue
         about["type"].append(known.type if known is not None and known.type else "NON-POLYMER")
         part = given.get(code) or _fullest(tables, code)
-        special = code in given or known is None or not _equal(part, known)
-        xyz = part.ideal if np.isfinite(part.ideal).any() else part.model
+        own = np.isfinite(part.ideal).any()
+        special = code in given or own or known is None or not agrees(part, known)
         for i, name in enumerate(part.atom_names.tolist()):
-            place = xyz[i].tolist() if special and np.isfinite(xyz[i]).all() else [None] * 3
+            place = [*part.model[i].tolist(), *part.ideal[i].tolist()]
             flag = "Y" if part.aromatic[i] else "N"
             symbol = chem.ELEMENTS[int(part.elements[i])]
             row = [code, name, symbol, f"{part.charges[i]:g}", flag]
-            row += [None if value is None else f"{value:.3f}" for value in place]
+            row += [f"{v:.3f}" if special and np.isfinite(v) else None for v in place]
             for values, value in zip(atoms.values(), row, strict=True):
                 values.append(value)
         for k, (i, j) in enumerate(part.bonds.tolist()):
@@ -223,15 +225,6 @@ def _fullest(tables: Tables, code: str) -> Component:
     """Return the component as shown by the residue with the most bonds (stretched ones are cut)."""
     parts = [component_of(tables, int(r)) for r in np.flatnonzero(tables.res_name == code)]
     return max(parts, key=lambda part: len(part.bonds))
-
-
-def _equal(part: Component, known: Component) -> bool:
-    """Return whether a residue shows the known definition, but for bonds that were stretched."""
-    orders = np.where(known.bond_aromatic, 4, known.bond_orders)
-    shown = np.column_stack([part.bonds, part.bond_orders]).tolist()
-    defined = np.column_stack([known.bonds, orders]).tolist()
-    names_equal = np.array_equal(part.atom_names, known.atom_names)
-    return names_equal and set(map(tuple, shown)) <= set(map(tuple, defined))
 
 
 def _cross_links(tables: Tables) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ source, our headers, the options and the compiler version.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -34,6 +33,8 @@ BASE_OPTIONS = (
 )
 
 Defines = Mapping[str, int]
+Sizes = tuple[int, int, int, int, int, int, int]
+"""Of a launch: blocks and threads along three axes, bytes of dynamic shared memory."""
 
 
 class CompileError(HardwareError):
@@ -196,10 +197,10 @@ class Kernel:
     """A kernel on one device; a launch allocates, compiles and synchronises nothing."""
 
     def __init__(self, binary: Binary, device: int, shared_bytes: int) -> None:
-        self._driver, _ = _bindings()
-        driver, self._device = self._driver, device
+        driver, _ = _bindings()
+        self._device, self._start = device, driver.cuLaunchKernel
         self.name = binary.name
-        self._shared_bytes = shared_bytes
+        self.shared_bytes = shared_bytes
         self._library = _check(
             driver.cuLibraryLoadData(binary.cubin, [], [], 0, [], [], 0),
             f"loading {binary.name}",
@@ -217,27 +218,17 @@ class Kernel:
             f"reserving {shared_bytes} bytes of shared memory for {self.name}",
         )
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: ctypes.Structure,
-        stream: int,
-        shared_bytes: int | None = None,
-    ) -> None:
-        """Launch on a raw stream with one by-value parameter; shared memory as at load."""
+    def launch(self, sizes: Sizes, arguments: int, stream: int) -> None:
+        """Launch on a raw stream; arguments: address of an array with that of the parameter."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                return self.launch(grid, threads, params, stream, shared_bytes)
-        pointers = ctypes.c_void_p(ctypes.addressof(params))
-        shared = self._shared_bytes if shared_bytes is None else shared_bytes
-        arguments = (*grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)
-        result = self._driver.cuLaunchKernel(self._function, *arguments)
-        if int(result[0]) == NO_CONTEXT:
+                return self.launch(sizes, arguments, stream)
+        result = self._start(self._function, *sizes, stream, arguments, 0)
+        if result[0] == NO_CONTEXT:
             make_current(self._device)
-            result = self._driver.cuLaunchKernel(self._function, *arguments)
-        if int(result[0]) != 0:
-            raise HardwareError(f"launching {self.name} with grid {grid} failed: {result[0]!r}")
+            result = self._start(self._function, *sizes, stream, arguments, 0)
+        if result[0] != 0:
+            raise HardwareError(f"launching {self.name} as {sizes} failed: {result[0]!r}")
 
 
 @functools.cache

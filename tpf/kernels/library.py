@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tpf.errors import UsageError
-from tpf.kernels import reference
+from tpf.kernels import reference, tri_attn, tri_mul
+from tpf.kernels import tri_attn_bwd as tri_attn_backward
+from tpf.kernels import tri_mul_bwd as tri_mul_backward
 from tpf.kernels.reference import Direction, TriMulWeights, empty_dense_like, empty_output
 
 
@@ -43,9 +45,7 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, residual) of ``reference.attention_forward``; impl is cuda or torch."""
     if impl == "cuda":
-        from tpf.kernels.tri_attn import tri_attn_fwd as forward
-
-        return forward(q, k, v, bias, mask, scale, save_residual)
+        return tri_attn.tri_attn_fwd(q, k, v, bias, mask, scale, save_residual)
     return reference.attention_forward(q, k, v, bias, mask, scale, save_residual)
 
 
@@ -64,9 +64,7 @@ def _attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dbias) of ``reference.attention_backward``; impl is cuda or torch."""
     if impl == "cuda":
-        from tpf.kernels.tri_attn_bwd import tri_attn_bwd as backward
-
-        return backward(q, k, v, bias, mask, scale, out, lse, residual, dout)
+        return tri_attn_backward.tri_attn_bwd(q, k, v, bias, mask, scale, out, lse, residual, dout)
     return reference.attention_backward(dout, q, k, v, bias, mask, scale, out, lse, residual)
 
 
@@ -149,15 +147,30 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        result = _attention_forward(*args)
-        _save_attention(ctx, args, result)
-        return result
+    def forward(ctx: Any, *args: Any) -> Tensor:  # noqa: ANN401
+        q, k, v, bias, mask, ctx.scale, save_residual, ctx.impl = args
+        ctx.bias_shape, bias = bias.shape, _plain_bias(bias)
+        result = _attention_forward(q, k, v, bias, mask, ctx.scale, save_residual, ctx.impl)
+        ctx.save_for_backward(q, k, v, bias, mask, *result)
+        ctx.set_materialize_grads(False)
+        return result[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, dout: Tensor | None) -> Any:  # noqa: ANN401
         twice = torch.is_grad_enabled()  # create_graph=True: the operator refuses a second pass
-        return _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
+        grads = _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
+        dbias = None if grads[3] is None else grads[3].view(ctx.bias_shape)
+        return *grads[:3], dbias, *grads[4:]
+
+
+def _plain_bias(bias: Tensor) -> Tensor:
+    """Return a bias [B, 1, H, N, N] as [B, H, N, N]."""
+    return bias.squeeze(1) if bias.dim() == 5 else bias
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Return whether autograd will ask for a gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
 
 
 def attention(
@@ -169,20 +182,23 @@ def attention(
     scale: float,
     impl: str,
 ) -> Tensor:
-    """Return triangle attention of q, k, v [B, O, H, N, D], bias [B, H, N, N], mask [B, O, N].
+    """Return triangle attention of q, k, v [B, O, H, N, D], mask [B, O, N].
 
-    The rounding residual of the output is saved when a gradient will need it.
+    bias is [B, H, N, N] or [B, 1, H, N, N]. The rounding residual of the output is saved when a
+    gradient will need it.
     """
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or bias.requires_grad
-    )
-    save = needs_grad and q.dtype.itemsize < 4
-    run: Any = tri_attn_fwd if torch.compiler.is_compiling() else _Attention.apply
-    return cast(Tensor, run(q, k, v, bias, mask, scale, save, impl)[0])
+    differentiable = needs_grad(q, k, v, bias)
+    options = scale, differentiable and q.dtype.itemsize < 4, impl
+    if torch.compiler.is_compiling():
+        return cast(Tensor, tri_attn_fwd(q, k, v, _plain_bias(bias), mask, *options)[0])
+    if not differentiable:
+        return _attention_forward(q, k, v, _plain_bias(bias), mask, *options)[0]
+    run: Any = _Attention.apply
+    return cast(Tensor, run(q, k, v, bias, mask, *options))
 
 
-_Update = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""An update and the four tensors of ``tri_mul.Saved`` (empty in plain PyTorch)."""
+_Update = tuple[Tensor, Tensor]
+"""An update and what its gradient needs, laid out by ``tri_mul.Saved`` (empty in plain PyTorch)."""
 
 
 def _multiplication_forward(
@@ -191,12 +207,9 @@ def _multiplication_forward(
     """Return the update and what its gradient needs; weights in the order of TriMulWeights."""
     packed = TriMulWeights(*weights)
     if impl == "cuda":
-        from tpf.kernels.tri_mul import tri_mul_fwd as forward
-
-        update, saved = forward(z, mask, packed, cast(Direction, direction))
-        return update, *saved
+        return tri_mul.tri_mul_fwd(z, mask, packed, cast(Direction, direction))
     update = reference.multiplication_forward(z, mask, packed, cast(Direction, direction))
-    return update, z.new_empty(0), z.new_empty(0), z.new_empty(0), z.new_empty(0)
+    return update, z.new_empty(0)
 
 
 def _multiplication_gradients(
@@ -205,16 +218,13 @@ def _multiplication_gradients(
     mask: Tensor | None,
     weights: list[Tensor],
     direction: str,
-    saved: list[Tensor],
+    saved: Tensor,
     impl: str,
 ) -> list[Tensor]:
     """Return the gradients of z and of the ten weights."""
     packed = TriMulWeights(*weights)
     if impl == "cuda":
-        from tpf.kernels.tri_mul import Saved
-        from tpf.kernels.tri_mul_bwd import tri_mul_bwd as backward
-
-        dz, grads = backward(dout, z, packed, cast(Direction, direction), Saved(*saved))
+        dz, grads = tri_mul_backward.tri_mul_bwd(dout, z, packed, cast(Direction, direction), saved)
     else:
         dz, grads = reference.multiplication_backward(
             dout, z, mask, packed, cast(Direction, direction)
@@ -230,12 +240,12 @@ tri_mul_bwd = torch.library.custom_op(
 
 @tri_mul_fwd.register_fake
 def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str, impl: str) -> _Update:
+    elements = 0
     if impl == "cuda":
-        from tpf.kernels.tri_mul import saved_like
-
-        return z.new_empty(z.shape), *saved_like(z, weights[2].shape[0])
-    nothing = (z.new_empty(0), z.new_empty(0), z.new_empty(0), z.new_empty(0))
-    return z.new_empty(z.shape), *nothing
+        batch, n, _, c = z.shape
+        shape = tri_mul.Shape(batch, n, tri_mul.Sizes(c, weights[2].shape[0]))
+        elements = tri_mul.Saved(shape).elements
+    return z.new_empty(z.shape), z.new_empty(elements)
 
 
 @tri_mul_bwd.register_fake
@@ -245,7 +255,7 @@ def _(
     mask: Tensor | None,
     weights: list[Tensor],
     direction: str,
-    saved: list[Tensor],
+    saved: Tensor,
     impl: str,
 ) -> list[Tensor]:
     return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in weights)]
@@ -253,8 +263,8 @@ def _(
 
 def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: _Update) -> None:
     z, mask, weights, ctx.direction, ctx.impl = inputs
-    ctx.save_for_backward(z, mask, *weights, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(z, mask, output[1], *weights)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -264,8 +274,7 @@ def _multiplication_backward(
     gradients: Any,  # noqa: ANN401
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradients of z and of the weights, computed by the function ``gradients``."""
-    z, mask, *rest = ctx.saved_tensors
-    weights, saved = rest[: len(TriMulWeights._fields)], rest[len(TriMulWeights._fields) :]
+    z, mask, saved, *weights = ctx.saved_tensors
     if dout is None:
         return None, [None] * len(weights)
     dz, *grads = gradients(dout, z, mask, weights, ctx.direction, saved, ctx.impl)
@@ -297,7 +306,8 @@ class _Multiplication(torch.autograd.Function):
     ) -> Tensor:
         result = _multiplication_forward(z, mask, list(weights), direction, impl)
         ctx.direction, ctx.impl = direction, impl
-        ctx.save_for_backward(z, mask, *weights, *result[1:])
+        ctx.save_for_backward(z, mask, result[1], *weights)
+        ctx.set_materialize_grads(False)
         return result[0]
 
     @staticmethod
@@ -314,5 +324,7 @@ def multiplication(
     """Return the triangle multiplicative update of z [B, N, N, C] with mask [B, N, N] or None."""
     if torch.compiler.is_compiling():
         return cast(Tensor, tri_mul_fwd(z, mask, list(weights), direction, impl)[0])
+    if not needs_grad(z, *weights):
+        return _multiplication_forward(z, mask, list(weights), direction, impl)[0]
     run: Any = _Multiplication.apply
     return cast(Tensor, run(z, mask, direction, impl, *weights))

@@ -7,13 +7,18 @@ biases of triangle attention. Sums over rows are FP32 in a fixed order; nothing 
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpf.kernels import jit, tri_attn
+from tpf.kernels import jit, launch, tri_attn
+from tpf.kernels.launch import Launch
+from tpf.kernels.library import needs_grad
 
 MAX_CHANNELS = 512
 MAX_HEADS, MAX_HEAD_CHANNELS = 8, 256
@@ -62,11 +67,20 @@ def dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """Return x [..., C] as [rows, C], each at a multiple of 16 bytes; a copy only if it must be."""
-    rows = x.reshape(-1, x.shape[-1])
-    fits = rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
-    return rows if fits else dense(rows)
+@functools.lru_cache(maxsize=4096)
+def _row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the elements from one row of channels to the next; 0 if it varies or is unaligned."""
+    if strides[-1] != 1 and shape[-1] > 1:
+        return 0
+    axes = [(n, s) for n, s in zip(shape[:-1], strides[:-1], strict=True) if n != 1]
+    step = axes[-1][1] if axes else shape[-1]
+    even = all(s == m * t for (_, s), (m, t) in zip(axes[:-1], axes[1:], strict=True))
+    return step if even and step % 8 == 0 else 0
+
+
+def spaced(x: Tensor) -> Tensor:
+    """Return x [..., C] with rows evenly spaced by 16 bytes; a copy only if it must be."""
+    return x if x.data_ptr() % 16 == 0 and _row_stride(x.shape, x.stride()) else dense(x)
 
 
 def _blocks(rows: int, channels: int, heads: int, threads: int, device: int) -> int:
@@ -75,35 +89,64 @@ def _blocks(rows: int, channels: int, heads: int, threads: int, device: int) -> 
     return min(needed, (2 if heads > 4 else 3) * tri_attn.processors(device))
 
 
-def norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    head_weight: Tensor | None = None,
-    plane: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Normalise rows x [rows, C] (BF16 or FP32) and project them: y [rows, C], heads, both BF16.
-
-    weight, bias [C] and head_weight [H, C] are FP32; heads is [rows / plane, H, plane], without
-    elements if there is no head_weight.
-    """
-    rows, channels = x.shape
-    heads = 0 if head_weight is None else head_weight.shape[0]
-    device = tri_attn.device_index(x)
-    y = torch.empty((rows, channels), dtype=torch.bfloat16, device=x.device)
-    projected = torch.empty((rows // plane, heads, plane), dtype=torch.bfloat16, device=x.device)
-    params = _ForwardParams(
-        x.data_ptr(), weight.data_ptr(), bias.data_ptr(),
-        None if head_weight is None else head_weight.data_ptr(),
-        y.data_ptr(), projected.data_ptr(), x.stride(0), rows, plane,
-    )  # fmt: skip
-    variant = defines(channels, heads, x.dtype == torch.float32)
+@launch.plan
+def _forward(
+    shape: tuple[int, ...], strides: tuple[int, ...], heads: int, plane: int, wide: bool,
+    device: int,
+) -> Launch:  # fmt: skip
+    rows, channels = math.prod(shape[:-1]), shape[-1]
+    kernel = jit.load("pair_norm_fwd", defines(channels, heads, wide), device)
     blocks = _blocks(rows, channels, heads, FORWARD_THREADS, device)
-    stream = tri_attn.raw_stream(device)
-    jit.load("pair_norm_fwd", variant, device).launch(
-        (blocks, 1, 1), FORWARD_THREADS, params, stream
-    )
+    params = _ForwardParams(x_stride=_row_stride(shape, strides), rows=rows, plane=plane)
+    pointers = "x", "weight", "bias", "head_weight", "y", "heads"
+    return Launch(kernel, blocks, FORWARD_THREADS, params, pointers=pointers)
+
+
+def norm_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Normalise rows x [..., C] (BF16 or FP32): y [..., C], dense, BF16; weight, bias [C] FP32."""
+    x, device = spaced(x), tri_attn.device_index(x)
+    y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    prepared = _forward(x.shape, x.stride(), 0, 1, x.dtype is torch.float32, device)
+    addresses = x.data_ptr(), weight.data_ptr(), bias.data_ptr(), 0, y.data_ptr(), 0
+    prepared(tri_attn.raw_stream(device), (), addresses)
+    return y
+
+
+def norm_and_heads(
+    x: Tensor, weight: Tensor, bias: Tensor, head_weight: Tensor, plane: int
+) -> tuple[Tensor, Tensor]:
+    """Return ``norm_forward`` and its projections by head_weight [H, C], FP32, to H channels.
+
+    The latter are BF16 [rows / plane, H, plane].
+    """
+    x, heads, device = spaced(x), head_weight.shape[0], tri_attn.device_index(x)
+    y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    size = y.numel() // (plane * x.shape[-1]), heads, plane
+    projected = y.new_empty(size)
+    prepared = _forward(x.shape, x.stride(), heads, plane, x.dtype is torch.float32, device)
+    tensors = x, weight, bias, head_weight, y, projected
+    prepared(tri_attn.raw_stream(device), (), [t.data_ptr() for t in tensors])
     return y, projected
+
+
+class _Backward:
+    """Launch of the backward, and the shape of its partial sums."""
+
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, plane: int,
+        wide: bool, keep_y: bool, device: int,
+    ) -> None:  # fmt: skip
+        rows, channels = math.prod(shape[:-1]), shape[-1]
+        kernel = jit.load("pair_norm_bwd", defines(channels, heads, wide), device)
+        blocks = _blocks(rows, channels, heads, BACKWARD_THREADS, device)
+        stride = _row_stride(shape, strides)
+        params = _BackwardParams(x_stride=stride, rows=rows, plane=plane, keep_y=keep_y)
+        pointers = [field[0] for field in _BackwardParams._fields_ if field[1] is _POINTER]
+        self.launch = Launch(kernel, blocks, BACKWARD_THREADS, params, pointers=pointers)
+        self.partial = blocks, 2 + heads, channels
+
+
+_backward = launch.plan(_Backward)
 
 
 def norm_backward(
@@ -117,30 +160,35 @@ def norm_backward(
     *,
     keep_y: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [rows, C] in the dtype of x, plus ``residual``, and the parameters' gradients.
+    """Return dx [..., C] in the dtype of x, plus ``residual``, and the parameters' gradients.
 
     The latter are FP32 [2 + H, C]: of weight, of bias, of the H rows of head_weight. dy is BF16
-    [rows, C], dense, and holds y afterwards if keep_y; dheads [B, H, plane] is dense.
+    [..., C], dense, and holds y afterwards if keep_y; dheads [B, H, plane] is dense.
     """
-    rows, channels = x.shape
+    x, device = spaced(x), tri_attn.device_index(x)
     heads, plane = (0, 1) if dheads is None else (dheads.shape[1], dheads.shape[2])
-    device = tri_attn.device_index(x)
-    blocks = _blocks(rows, channels, heads, BACKWARD_THREADS, device)
-    dx = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    partial = torch.empty((blocks, 2 + heads, channels), dtype=torch.float32, device=x.device)
-    optional = (residual, head_weight, dheads)
-    residual_at, head_weight_at, dheads_at = (None if t is None else t.data_ptr() for t in optional)
-    params = _BackwardParams(
-        x.data_ptr(), dy.data_ptr(), residual_at, dx.data_ptr(), weight.data_ptr(),
-        bias.data_ptr(), head_weight_at, dheads_at, partial.data_ptr(),
-        x.stride(0), rows, plane, keep_y,
-    )  # fmt: skip
-    variant = defines(channels, heads, x.dtype == torch.float32)
-    stream = tri_attn.raw_stream(device)
-    jit.load("pair_norm_bwd", variant, device).launch(
-        (blocks, 1, 1), BACKWARD_THREADS, params, stream
-    )
+    wide = x.dtype is torch.float32
+    plan = _backward(x.shape, x.stride(), heads, plane, wide, keep_y, device)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    partial = x.new_empty(plan.partial, dtype=torch.float32)
+    tensors = x, dy, residual, dx, weight, bias, head_weight, dheads, partial
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    plan.launch(tri_attn.raw_stream(device), (), addresses)
     return dx, partial.sum(0)
+
+
+Backward = Callable[..., Any]
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Refuse a second differentiation as PyTorch's decorator does, at no cost for the first."""
+    checked: Backward = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def choose(*args: Any) -> Any:
+        return (checked if torch.is_grad_enabled() else backward)(*args)
+
+    return choose
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -149,18 +197,16 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        return norm_forward(as_rows(x), weight, bias)[0].view(x.shape)
+        return norm_forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = ctx.saved_tensors
-        dy = dense(dy.reshape(-1, x.shape[-1]))
-        dx, grads = norm_backward(dy, as_rows(x), weight, bias)
-        return dx.view(x.shape), grads[0], grads[1]
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        dx, grads = norm_backward(dense(dy), *ctx.saved_tensors)
+        return dx, *grads.unbind()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the layer norm of x [..., C] (BF16 or FP32, C a multiple of 8 up to 512) in BF16."""
-    run: Any = _LayerNorm.apply
+    run: Any = _LayerNorm.apply if needs_grad(x, weight, bias) else norm_forward
     return cast(Tensor, run(x, weight, bias))

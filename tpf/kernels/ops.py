@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -41,6 +42,24 @@ def _say_once(message: str) -> None:
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+Chosen = Literal["cuda", "flex", "torch"]
+REMEMBERED = 4096
+"""Signatures of calls whose arguments were found right, with what was chosen for them."""
+
+_chosen: dict[tuple[object, ...], Chosen] = {}
+
+
+def _choose(signature: tuple[object, ...], decide: Callable[[], Chosen]) -> Chosen:
+    """Return what ``decide`` chooses, which depends on the signature alone, or let it raise."""
+    if torch.compiler.is_compiling():  # sizes may be symbols there
+        return decide()
+    if (found := _chosen.get(signature)) is None:
+        if len(_chosen) >= REMEMBERED:
+            _chosen.clear()
+        found = _chosen[signature] = decide()
+    return found
 
 
 # ---------------------------------------------------------------------------- attention
@@ -103,9 +122,7 @@ def _why_not_hopper(name: str, x: Tensor) -> str | None:
     return None
 
 
-def _attention_impl(
-    impl: Impl, q: Tensor, bias: Tensor, scale: float
-) -> Literal["cuda", "flex", "torch"]:
+def _attention_impl(impl: Impl, q: Tensor, bias: Tensor, scale: float) -> Chosen:
     """Resolve impl for these inputs; "auto" says in the log why it does not take the kernels."""
     if impl == "torch":
         return "torch"
@@ -120,12 +137,20 @@ def _attention_impl(
         return "cuda"
     if impl == "cuda":
         raise ArgumentError(reason)
-    chosen: Literal["flex", "torch"] = "torch"
+    chosen: Chosen = "torch"
     if q.device.type == "cuda" and _capability(q.device) >= (8, 0) and q.dtype == torch.bfloat16:
         chosen = "flex"
     if not torch.compiler.is_compiling():
         _say_once(f"triangle attention runs as impl={chosen!r}: {reason}")
     return chosen
+
+
+def _checked_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, impl: Impl
+) -> Chosen:
+    """Check the arguments and resolve impl; inputs without elements take no kernel."""
+    _check_attention(q, k, v, bias, mask)
+    return _attention_impl(impl, q, bias, scale) if q.numel() else "torch"
 
 
 def triangle_attention(
@@ -145,24 +170,27 @@ def triangle_attention(
     [*B, O, N, H, D]. A slice without keys gives zeros and no gradient. Raises ArgumentError (a
     ValueError) naming the tensor, its value and the rule.
     """
-    _check_attention(q, k, v, bias, mask)
-    *batch, o, h, n, d = q.shape
-    scale = 1 / math.sqrt(max(d, 1)) if scale is None else float(scale)
+    factor = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    inputs = (q, k, v, bias) if mask is None else (q, k, v, bias, mask)
+    chosen = _choose(
+        (impl, factor, *[(x.shape, x.dtype, x.device) for x in inputs]),
+        lambda: _checked_attention(q, k, v, bias, mask, factor, impl),
+    )
+    *batch, o, h, n, d = shape = q.shape
     if q.numel() == 0:
         return 0 * (q + k + v) + 0 * bias.sum()
-    chosen = _attention_impl(impl, q, bias, scale)
-    if q.dim() != 5 or bias.shape[0] != q.shape[0]:
+    if len(batch) != 1 or bias.shape[0] != shape[0]:
         q, k, v = (x.reshape(-1, o, h, n, d) for x in (q, k, v))
         bias = bias.expand(*batch, 1, h, n, n).reshape(-1, 1, h, n, n)
-    bias = bias[:, 0]
     if mask is not None:
-        mask = mask.expand(*batch, o, 1, 1, n).reshape(-1, o, n)
+        whole = mask if mask.shape[:-4] == shape[:-4] else mask.expand(*batch, o, 1, 1, n)
+        mask = whole.reshape(-1, o, n)
     if chosen == "flex":
         from tpf.kernels.flex import flex_triangle_attention
 
-        out = flex_triangle_attention(q, k, v, bias, mask, scale)
+        out = flex_triangle_attention(q, k, v, bias.squeeze(1), mask, factor)
     else:
-        out = library.attention(q, k, v, bias, mask, scale, chosen)
+        out = library.attention(q, k, v, bias, mask, factor, chosen)
     return out if len(batch) == 1 else out.reshape(*batch, o, h, n, d)
 
 
@@ -217,7 +245,7 @@ def _why_not_cuda_multiplication(z: Tensor, weights: TriMulWeights) -> str | Non
 
 def _multiplication_impl(impl: Impl, z: Tensor, weights: TriMulWeights) -> Literal["cuda", "torch"]:
     """Resolve impl for these inputs; "auto" says in the log why it does not take the kernels."""
-    if impl == "torch":
+    if impl == "torch" or not z.numel():
         return "torch"
     reason = _why_not_cuda_multiplication(z, weights)
     if reason is None:
@@ -227,6 +255,14 @@ def _multiplication_impl(impl: Impl, z: Tensor, weights: TriMulWeights) -> Liter
     if z.is_cuda and not torch.compiler.is_compiling():
         _say_once(f"triangle multiplication runs as impl='torch': {reason}")
     return "torch"
+
+
+def _checked_multiplication(
+    z: Tensor, mask: Tensor | None, weights: TriMulWeights, direction: Direction, impl: Impl
+) -> Chosen:
+    """Check the arguments and resolve impl; a z without elements takes no kernel."""
+    _check_multiplication(z, mask, weights, direction, impl)
+    return _multiplication_impl(impl, z, weights)
 
 
 def triangle_multiplication(
@@ -244,8 +280,11 @@ def triangle_multiplication(
     dtype of z, without the residual. Raises ArgumentError (a ValueError) naming the tensor, its
     value and the rule.
     """
-    _check_multiplication(z, mask, weights, direction, impl)
-    chosen = _multiplication_impl(impl, z, weights) if z.numel() else "torch"
+    tensors = (z, *weights) if mask is None else (z, *weights, mask)
+    chosen = _choose(
+        (direction, impl, z.dtype, *[(x.shape, x.device) for x in tensors]),
+        lambda: _checked_multiplication(z, mask, weights, direction, impl),
+    )
     if z.dim() == 4:
         return library.multiplication(z, mask, weights, direction, chosen)
     z4 = z.reshape(-1, *z.shape[-3:])

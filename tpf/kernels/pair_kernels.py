@@ -7,20 +7,19 @@ multiples of 16 bytes.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, tri_attn
+from tpf.kernels import jit, launch, tri_attn
+from tpf.kernels.launch import Launch
 
 THREADS = 256
 MOST_MATRICES = 5
 """Matrices that one launch of pair_pack writes."""
-SPLIT_ROWS = 2048
-"""Fewest rows of one part of a weight gradient."""
-SPLIT_TILES = 128
-"""Output tiles of 128 x 128 among which a weight gradient is divided: one for a multiprocessor."""
 
 _I64, _U32, _POINTER = ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p
 _SIZES = [(name, _U32) for name in ("vectors", "columns", "plane")]
@@ -75,48 +74,74 @@ class _PackParams(ctypes.Structure):
     ]
 
 
-def _launch(
-    name: str, width: int | None, vectors: int, params: ctypes.Structure, like: Tensor
-) -> None:
-    """Launch one thread for eight channels; width: channels of a row, a constant of the kernel."""
-    device = tri_attn.device_index(like)
+def _prepare(
+    name: str, width: int | None, vectors: int, params: ctypes.Structure,
+    pointers: Sequence[str], device: int,
+) -> Launch:  # fmt: skip
+    """Prepare one thread for eight channels; width: channels of a row, a constant of the kernel."""
     variant = {} if width is None else {"TPF_VECTORS": width // 8}
     kernel = jit.load(name, variant, device)
-    kernel.launch((-(-vectors // THREADS), 1, 1), THREADS, params, tri_attn.raw_stream(device))
+    return Launch(kernel, -(-vectors // THREADS), THREADS, params, pointers=pointers)
+
+
+@launch.plan
+def _pack(sizes: tuple[int, ...], device: int) -> tuple[Launch, tuple[int, ...]]:
+    """Return the launch for matrices of these sizes, and zeros in place of the missing ones."""
+    ends = [end // 8 for end in itertools.accumulate(sizes)]
+    spare = MOST_MATRICES - len(ends)
+    params = _PackParams(end=(_U32 * MOST_MATRICES)(*ends, *ends[-1:] * spare))
+    prepared = _prepare("pair_pack", None, ends[-1], params, ("matrix", "out"), device)
+    return prepared, (0,) * spare
 
 
 def pack_weights(matrices: Sequence[Tensor]) -> Tensor:
     """Return up to five FP32 matrices, one after the other, as one BF16 vector."""
-    ends, total = [], 0
-    for matrix in matrices:
-        total += matrix.numel() // 8
-        ends.append(total)
-    spare = MOST_MATRICES - len(ends)
-    out = torch.empty(8 * total, dtype=torch.bfloat16, device=matrices[0].device)
-    params = _PackParams(
-        (_POINTER * MOST_MATRICES)(*(m.data_ptr() for m in matrices)),
-        (_U32 * MOST_MATRICES)(*ends, *[total] * spare),
-        out.data_ptr(),
-    )
-    _launch("pair_pack", None, total, params, out)
+    sizes, device = tuple([m.numel() for m in matrices]), tri_attn.device_index(matrices[0])
+    prepared, missing = _pack(sizes, device)
+    out = matrices[0].new_empty(sum(sizes), dtype=torch.bfloat16)
+    addresses = *[m.data_ptr() for m in matrices], *missing, out.data_ptr()
+    prepared(tri_attn.raw_stream(device), (), addresses)
     return out
+
+
+@launch.plan
+def _residual(
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], scale_strides: tuple[int, ...],
+    device: int,
+) -> Launch:  # fmt: skip
+    _, i, j, c = shape
+    sizes = zip(scale_shape[:3], scale_strides[:3], strict=True)
+    strides = tuple(0 if n == 1 else s for n, s in sizes)
+    vectors = math.prod(shape) // 8
+    params = _ResidualParams(scale_stride=strides, vectors=vectors, columns=j, plane=i * j)
+    pointers = "x", "update", "scale", "out"
+    return _prepare("pair_residual", c, vectors, params, pointers, device)
 
 
 def add_scaled(x: Tensor | None, update: Tensor, scale: Tensor | None) -> Tensor:
     """Return x + update * scale for [B, I, J, C] tensors; a missing x is 0, a missing scale 1.
 
-    x and update are dense; scale may have size 1 along any of B, I, J.
+    x and update are dense; scale [B, I, J, C] may have size 1 along any of B, I, J.
     """
-    b, i, j, c = update.shape
-    out = torch.empty_like(update)
-    strides = (0, 0, 0) if scale is None else scale.expand(b, i, j, c).stride()[:3]
-    params = _ResidualParams(
-        None if x is None else x.data_ptr(), update.data_ptr(),
-        None if scale is None else scale.data_ptr(), out.data_ptr(),
-        strides, update.numel() // 8, j, i * j,
-    )  # fmt: skip
-    _launch("pair_residual", c, update.numel() // 8, params, out)
+    device, out = tri_attn.device_index(update), torch.empty_like(update)
+    size, strides = ((), ()) if scale is None else (scale.shape, scale.stride())
+    addresses = [0 if t is None else t.data_ptr() for t in (x, update, scale, out)]
+    prepared = _residual(update.shape, size, strides, device)
+    prepared(tri_attn.raw_stream(device), (), addresses)
     return out
+
+
+@launch.plan
+def _gate_forward(
+    shape: tuple[int, ...], o_strides: tuple[int, ...], gate_strides: tuple[int, ...], device: int
+) -> Launch:
+    _, i, j, width = shape
+    vectors = math.prod(shape) // 8
+    params = _GateForwardParams(
+        o_stride=o_strides[:3], gate_stride=gate_strides[2],
+        vectors=vectors, columns=j, plane=i * j,
+    )  # fmt: skip
+    return _prepare("pair_gate_fwd", width, vectors, params, ("o", "gate", "out"), device)
 
 
 def gate_forward(o: Tensor, gate: Tensor) -> Tensor:
@@ -124,14 +149,27 @@ def gate_forward(o: Tensor, gate: Tensor) -> Tensor:
 
     The rows of gate are evenly spaced.
     """
-    b, i, j, width = gate.shape
-    out = torch.empty((b, i, j, width), dtype=torch.bfloat16, device=gate.device)
-    params = _GateForwardParams(
-        o.data_ptr(), gate.data_ptr(), out.data_ptr(), o.stride()[:3], gate.stride(2),
-        out.numel() // 8, j, i * j,
-    )  # fmt: skip
-    _launch("pair_gate_fwd", width, out.numel() // 8, params, out)
+    device = tri_attn.device_index(gate)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    prepared = _gate_forward(gate.shape, o.stride(), gate.stride(), device)
+    addresses = o.data_ptr(), gate.data_ptr(), out.data_ptr()
+    prepared(tri_attn.raw_stream(device), (), addresses)
     return out
+
+
+@launch.plan
+def _gate_backward(
+    shape: tuple[int, ...], o_strides: tuple[int, ...], gate_strides: tuple[int, ...],
+    dgate_strides: tuple[int, ...], device: int,
+) -> Launch:  # fmt: skip
+    _, i, j, width = shape
+    vectors = math.prod(shape) // 8
+    params = _GateBackwardParams(
+        o_stride=o_strides[:3], gate_stride=gate_strides[2], dgate_stride=dgate_strides[2],
+        vectors=vectors, columns=j, plane=i * j,
+    )  # fmt: skip
+    pointers = "gated", "o", "gate", "d_o", "dgate"
+    return _prepare("pair_gate_bwd", width, vectors, params, pointers, device)
 
 
 def gate_backward(gated: Tensor, o: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
@@ -140,46 +178,37 @@ def gate_backward(gated: Tensor, o: Tensor, gate: Tensor, dgate: Tensor) -> Tens
     gated [B, I, J, W], dense, holds the gradient of ``gate_forward(o, gate)`` on entry and that
     result on exit.
     """
-    _, i, j, width = gate.shape
-    d_o = torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
-    params = _GateBackwardParams(
-        gated.data_ptr(), o.data_ptr(), gate.data_ptr(), d_o.data_ptr(), dgate.data_ptr(),
-        o.stride()[:3], gate.stride(2), dgate.stride(2), gated.numel() // 8, j, i * j,
-    )  # fmt: skip
-    _launch("pair_gate_bwd", width, gated.numel() // 8, params, gated)
+    device, strides = tri_attn.device_index(gated), o.stride()
+    d_o = o.new_empty_strided(o.shape, strides)
+    prepared = _gate_backward(gate.shape, strides, gate.stride(), dgate.stride(), device)
+    addresses = [t.data_ptr() for t in (gated, o, gate, d_o, dgate)]
+    prepared(tri_attn.raw_stream(device), (), addresses)
     return d_o
+
+
+@launch.plan
+def _swiglu(name: str, shape: tuple[int, ...], device: int) -> Launch:
+    vectors = math.prod(shape) // 8
+    params = _SwigluParams(vectors=vectors)
+    return _prepare(name, shape[1], vectors, params, ("hidden", "keep", "out"), device)
 
 
 def swiglu_forward(hidden: Tensor, keep: Tensor, out: Tensor) -> None:
     """Write keep * silu(a) * b into out [rows, W]; hidden [rows, 2 W] is [a | b], keep [rows]."""
-    vectors = out.numel() // 8
-    params = _SwigluParams(hidden.data_ptr(), keep.data_ptr(), out.data_ptr(), vectors)
-    _launch("pair_swiglu_fwd", out.shape[1], vectors, params, out)
+    device = tri_attn.device_index(out)
+    addresses = hidden.data_ptr(), keep.data_ptr(), out.data_ptr()
+    _swiglu("pair_swiglu_fwd", out.shape, device)(tri_attn.raw_stream(device), (), addresses)
 
 
 def swiglu_backward(hidden: Tensor, keep: Tensor, out: Tensor) -> None:
     """Turn hidden [a | b] into its gradient, and out from gradient into result, in place."""
-    vectors = out.numel() // 8
-    params = _SwigluParams(hidden.data_ptr(), keep.data_ptr(), out.data_ptr(), vectors)
-    _launch("pair_swiglu_bwd", out.shape[1], vectors, params, out)
+    device = tri_attn.device_index(out)
+    addresses = hidden.data_ptr(), keep.data_ptr(), out.data_ptr()
+    _swiglu("pair_swiglu_bwd", out.shape, device)(tri_attn.raw_stream(device), (), addresses)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C].
-
-    The rows are divided into parts, so that the few output tiles fill the GPU, and the parts added
-    in order.
-    """
-    rows = len(x)
+    """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C]."""
     if x.device.type == "cpu":
         return dy.float().t() @ x.float()
-    tiles = -(-dy.shape[1] // 128) * -(-x.shape[1] // 128)
-    parts = max(1, min(SPLIT_TILES // tiles, rows // SPLIT_ROWS))
-    if parts == 1:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    cut = rows // parts * parts
-    dy_parts, x_parts = (t[:cut].view(parts, -1, t.shape[1]) for t in (dy, x))
-    total = torch.bmm(dy_parts.mT, x_parts, out_dtype=torch.float32).sum(0)
-    if cut < rows:
-        total += torch.mm(dy[cut:].t(), x[cut:], out_dtype=torch.float32)
-    return total
+    return torch.mm(dy.t(), x, out_dtype=torch.float32)

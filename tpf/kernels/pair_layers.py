@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tpf.kernels import norm, pair_kernels, pair_transition, tri_attn, tri_attn_bwd
-from tpf.kernels.norm import as_rows, dense, layer_norm
+from tpf.kernels import launch, norm, pair_kernels, pair_transition, tri_attn, tri_attn_bwd
+from tpf.kernels.library import needs_grad
+from tpf.kernels.norm import dense, differentiable_once, layer_norm
 from tpf.kernels.ops import MAX_HEAD_DIM
 from tpf.kernels.pair_kernels import add_scaled, weight_gradient
 
@@ -102,16 +102,18 @@ class _AddUpdate(torch.autograd.Function):
         return add_scaled(dense(z), dense(update), scale)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return dz, add_scaled(None, dense(dz), scale), None
 
 
 def add_update(z: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
-    """Return z + update * scale for z, update [B, I, J, C] and a scale that broadcasts to them."""
+    """Return z + update * scale for z, update [B, I, J, C]; scale may have 1 for B, I or J."""
     if scale is None:
         return z + update
+    if not needs_grad(z, update):
+        return add_scaled(dense(z), dense(update), scale)
     run: Any = _AddUpdate.apply
     return cast(Tensor, run(z, update, scale))
 
@@ -119,52 +121,72 @@ def add_update(z: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
 # ------------------------------------------------------------------ triangle attention
 
 
-class _Views(NamedTuple):
-    """The operands of attention inside a buffer [B, N, N, 4 H D] of query, key, value and gate."""
+class _Layout(NamedTuple):
+    """How attention at a node sees a buffer [B, N, N, 4 W] of query, key, value and gate."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gate: Tensor
+    slices: tuple[int, ...]
+    """Shape of query, key and value: [B, slice, H, position, D]."""
+    strides: tuple[int, ...]
+    """Of those in the buffer."""
+    pairs: tuple[int, ...]
+    """[B, i, j, W]."""
+    gate_strides: tuple[int, ...]
+    """Of the gate in the buffer."""
+    out_strides: tuple[int, ...]
+    """Of the result of attention as [B, i, j, W]; it is stored [B, slice, position, H, D]."""
+    dout_strides: tuple[int, ...]
+    """Of a tensor with these, as [B, slice, H, position, D]."""
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return query, key and value by slices and the gate by pairs."""
+        width = self.pairs[-1]
+        query, key, value = (
+            buffer.as_strided(self.slices, self.strides, i * width) for i in range(3)
+        )
+        return query, key, value, buffer.as_strided(self.pairs, self.gate_strides, 3 * width)
 
 
-def _views(buffer: Tensor, heads: int, ending: bool) -> _Views:
-    """Return query, key, value as [B, slice, H, position, D] and the gate as [B, N, N, H D]."""
-    *operands, gate = buffer.chunk(4, -1)
-    query, key, value = (_sliced(x, heads, ending) for x in operands)
-    return _Views(query, key, value, gate)
-
-
-def _sliced(x: Tensor, heads: int, ending: bool) -> Tensor:
-    """View pairs [B, i, j, H D] as [B, slice, H, position, D]."""
-    x = torch.unflatten(x, -1, (heads, -1))
-    return x.permute(0, 2, 3, 1, 4) if ending else x.permute(0, 1, 3, 2, 4)
-
-
-def _paired(x: Tensor, ending: bool) -> Tensor:
-    """View [B, slice, H, position, D], stored with positions before heads, as [B, i, j, H D]."""
-    return x.permute(0, 3, 1, 2, 4).flatten(-2) if ending else x.transpose(2, 3).flatten(-2)
+@functools.lru_cache(maxsize=launch.PLANS)
+def _layout(b: int, n: int, heads: int, width: int, ending: bool) -> _Layout:
+    d = width // heads
+    row, line, plane = 4 * width, 4 * n * width, 4 * n * n * width
+    slice_, position = (row, line) if ending else (line, row)
+    inner, outer = (width, n * width)[:: -1 if ending else 1], n * n * width
+    return _Layout(
+        slices=(b, n, heads, n, d),
+        strides=(plane, slice_, d, position, 1),
+        pairs=(b, n, n, width),
+        gate_strides=(plane, line, row, 1),
+        out_strides=(outer, *inner[::-1], 1),
+        dout_strides=(outer, n * width, d, width, 1),
+    )
 
 
 def _attention_forward(
     z: Tensor, mask: Tensor, scale: Tensor | None, w: AttentionWeights, ending: bool, save: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the stream after the layer and what the backward needs."""
-    b, n, _, c = z.shape
-    wide = w.query.shape[0]
+    (b, n, _, c), wide, heads = z.shape, w.query.shape[0], w.heads
+    layout = _layout(b, n, heads, wide, ending)
     packed = pair_kernels.pack_weights((w.query, w.key, w.value, w.gate, w.out))
-    w_in, w_out = packed[: 4 * wide * c].view(-1, c), packed[4 * wide * c :].view(c, wide)
-    normed, bias = norm.norm_forward(as_rows(z), w.norm_weight, w.norm_bias, w.bias, n * n)
-    bias = bias.view(b, w.heads, n, n)
-    projected = torch.mm(normed, w_in.t()).view(b, n, n, 4 * wide)
+    w_in, w_out = _split(packed, 4 * wide, c)
+    normed, bias = norm.norm_and_heads(z, w.norm_weight, w.norm_bias, w.bias, n * n)
+    projected = torch.mm(normed.view(-1, c), w_in.t())
     del normed
-    query, key, value, gate = _views(projected, w.heads, ending)
+    bias = bias.view(b, heads, n, n)
+    query, key, value, gate = layout.views(projected)
     keys = mask.mT if ending else mask
-    factor = 1 / math.sqrt(wide // w.heads)
+    factor = 1 / math.sqrt(wide // heads)
     o, lse, residual = tri_attn.tri_attn_fwd(query, key, value, bias, keys, factor, save)
-    gated = pair_kernels.gate_forward(_paired(o, ending), gate)
+    gated = pair_kernels.gate_forward(o.as_strided(layout.pairs, layout.out_strides), gate)
     update = torch.mm(gated.view(-1, wide), w_out.t()).view(z.shape)
     return add_scaled(z, update, scale), (packed, projected, bias, o, lse, residual)
+
+
+def _split(packed: Tensor, rows: int, c: int) -> tuple[Tensor, Tensor]:
+    """Return the two matrices of packed weights: [rows, C] and [C, the rest]."""
+    rest = packed.numel() // c - rows
+    return packed.as_strided((rows, c), (c, 1)), packed.as_strided((c, rest), (rest, 1), rows * c)
 
 
 def _attention_backward(
@@ -179,34 +201,32 @@ def _attention_backward(
     """Return the gradients of z and of the weights."""
     packed, projected, bias, o, lse, residual = saved
     norm_weight, norm_bias, bias_weight = norm_and_bias
-    (b, n, _, c), heads = z.shape, len(bias_weight)
-    wide = projected.shape[-1] // 4
-    w_in, w_out = packed[: 4 * wide * c].view(-1, c), packed[4 * wide * c :].view(c, wide)
-    query, key, value, gate = _views(projected, heads, ending)
+    (b, n, _, c), heads, wide = z.shape, bias_weight.shape[0], projected.shape[1] // 4
+    layout = _layout(b, n, heads, wide, ending)
+    w_in, w_out = _split(packed, 4 * wide, c)
+    query, key, value, gate = layout.views(projected)
     dprojected = torch.empty_like(projected)
-    dviews = _views(dprojected, heads, ending)
+    *into, dgate = layout.views(dprojected)
 
-    dupdate = dz if scale is None else add_scaled(None, dz, scale)
-    gated = torch.mm(as_rows(dupdate), w_out)  # its gradient, until gate_backward
-    do = pair_kernels.gate_backward(gated, _paired(o, ending), gate, dviews.gate)
-    dw_out = weight_gradient(as_rows(dupdate), gated)
+    dupdate = (dz if scale is None else add_scaled(None, dz, scale)).view(-1, c)
+    gated = torch.mm(dupdate, w_out)  # its gradient, until gate_backward
+    paired = o.as_strided(layout.pairs, layout.out_strides)
+    do = pair_kernels.gate_backward(gated, paired, gate, dgate)
+    dw_out = weight_gradient(dupdate, gated)
     del dupdate, gated
-    keys = mask.mT if ending else mask
+    keys, factor = mask.mT if ending else mask, 1 / math.sqrt(wide // heads)
+    do = do.as_strided(layout.slices, layout.dout_strides)
     *_, dbias = tri_attn_bwd.tri_attn_bwd(
-        query, key, value, bias, keys, 1 / math.sqrt(wide // heads), o, lse, residual,
-        _sliced(do, heads, ending), into=dviews[:3],
-    )  # fmt: skip
-    del do
-    drows = dprojected.view(-1, 4 * wide)
-    normed = torch.mm(drows, w_in)  # its gradient, until norm_backward
-    dz, dnorm = norm.norm_backward(
-        normed, as_rows(z), norm_weight, norm_bias, dz, bias_weight,
-        dbias.view(b, heads, n * n), keep_y=True,
-    )  # fmt: skip
-    dw_in = weight_gradient(drows, normed)
-    return dz.view(z.shape), AttentionWeights._make(
-        (dnorm[0], dnorm[1], dnorm[2:], *dw_in.chunk(4), dw_out)
+        query, key, value, bias, keys, factor, o, lse, residual, do, into=into
     )
+    del do
+    normed = torch.mm(dprojected, w_in)  # its gradient, until norm_backward
+    dz, dnorm = norm.norm_backward(
+        normed, z, norm_weight, norm_bias, dz, bias_weight, dbias.view(b, heads, n * n), keep_y=True
+    )
+    dw_in = weight_gradient(dprojected, normed)
+    grads = dnorm[0], dnorm[1], dnorm[2:], *dw_in.chunk(4), dw_out
+    return dz, AttentionWeights._make(grads)
 
 
 class _Attention(torch.autograd.Function):
@@ -217,25 +237,21 @@ class _Attention(torch.autograd.Function):
         mask: Tensor,
         scale: Tensor | None,
         ending: bool,
-        save: bool,
         *weights: Tensor,
     ) -> Tensor:
-        w = AttentionWeights(*weights)
-        z = dense(z)
-        out, saved = _attention_forward(z, mask, scale, w, ending, save)
-        if save:
-            ctx.ending = ending
-            ctx.save_for_backward(z, mask, scale, w.norm_weight, w.norm_bias, w.bias, *saved)
+        w, z, ctx.ending = AttentionWeights(*weights), dense(z), ending
+        out, saved = _attention_forward(z, mask, scale, w, ending, True)
+        ctx.save_for_backward(z, mask, scale, *weights[:3], *saved)
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dz: Tensor) -> Any:
         z, mask, scale, norm_weight, norm_bias, bias, *saved = ctx.saved_tensors
         dz, grads = _attention_backward(
             dense(dz), z, mask, scale, (norm_weight, norm_bias, bias), saved, ctx.ending
         )
-        return dz, None, None, None, None, *grads
+        return dz, None, None, None, *grads
 
 
 def add_attention(
@@ -250,40 +266,39 @@ def add_attention(
 
     z [B, N, N, C]; mask [B, N, N] bool; scale, the dropout, broadcasts to z.
     """
-    save = _needs_grad(z, weights)
+    if not needs_grad(z, *weights):
+        return _attention_forward(dense(z), mask, scale, weights, ending, False)[0]
     run: Any = _Attention.apply
-    return cast(Tensor, run(z, mask, scale, ending, save, *weights))
-
-
-def _needs_grad(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or any(weight.requires_grad for weight in weights)
-    )
+    return cast(Tensor, run(z, mask, scale, ending, *weights))
 
 
 # ------------------------------------------------------------------ transition
 
 
-def _chunks(rows: int, expanded: int) -> Iterator[slice]:
-    """Cut the rows evenly so that a chunk of [a | b], twice ``expanded`` wide, fits CHUNK_BYTES."""
+def _chunks(rows: int, expanded: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows evenly: first and end of each chunk.
+
+    A chunk of [a | b], twice ``expanded`` wide, fits into CHUNK_BYTES.
+    """
     count = -(-rows * 4 * expanded // CHUNK_BYTES)
     size = -(-rows // count)
     for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
+        yield start, min(start + size, rows)
 
 
 def _transition_forward(x: Tensor, keep: Tensor, w: TransitionWeights) -> tuple[Tensor, Tensor]:
     """Return rows x [M, C] after the layer and the packed weights; keep [M]."""
     (rows, c), expanded = x.shape, w.a.shape[0]
     packed = pair_kernels.pack_weights((w.a, w.b, w.out))
-    w_in, w_out = packed[: 2 * expanded * c].view(-1, c), packed[2 * expanded * c :].view(c, -1)
-    normed, _ = norm.norm_forward(x, w.norm_weight, w.norm_bias)
+    w_in, w_out = _split(packed, 2 * expanded, c)
+    normed = norm.norm_forward(x, w.norm_weight, w.norm_bias)
     if pair_transition.fits(c, expanded):
         out = torch.empty_like(x)
         pair_transition.transition_forward(x, normed, keep, w_in, w_out, out)
         return out, packed
     out = x.clone()
-    for part in _chunks(rows, expanded):
+    for start, end in _chunks(rows, expanded):
+        part = slice(start, end)
         hidden = torch.mm(normed[part], w_in.t())
         product = hidden.new_empty(len(hidden), expanded)
         pair_kernels.swiglu_forward(hidden, keep[part], product)
@@ -302,56 +317,70 @@ def _transition_backward(
     """Return the gradients of x and of the weights; [a | b] is computed again chunk by chunk."""
     rows, c = x.shape
     expanded = packed.numel() // (3 * c)
-    w_in, w_out = packed[: 2 * expanded * c].view(-1, c), packed[2 * expanded * c :].view(c, -1)
-    normed, _ = norm.norm_forward(x, norm_weight, norm_bias)
+    w_in, w_out = _split(packed, 2 * expanded, c)
+    normed = norm.norm_forward(x, norm_weight, norm_bias)
     dnormed = torch.empty_like(normed)
+    whole = _Chunk(normed, dout, keep, dnormed)
     totals: list[Tensor] = []
-    for part in _chunks(rows, expanded):
-        operands = normed[part], dout[part], keep[part], w_in, w_out
-        dhidden, product = _hidden_gradients(*operands, dnormed[part])
-        grads = weight_gradient(dhidden, normed[part]), weight_gradient(dout[part], product)
+    for start, end in _chunks(rows, expanded):
+        chunk = _Chunk(*(t[start:end] if end - start < rows else t for t in whole))
+        dhidden, product = _hidden_gradients(chunk, w_in, w_out)
+        grads = weight_gradient(dhidden, chunk.normed), weight_gradient(chunk.dout, product)
         totals = [t.add_(g) for t, g in zip(totals, grads, strict=True)] if totals else [*grads]
-    del normed, operands, dhidden, product
+    del normed, whole, chunk, dhidden, product
     dx, dnorm = norm.norm_backward(dnormed, x, norm_weight, norm_bias, dout)
-    return dx, TransitionWeights._make((dnorm[0], dnorm[1], *totals[0].chunk(2), totals[1]))
+    return dx, TransitionWeights._make((*dnorm.unbind(), *totals[0].chunk(2), totals[1]))
 
 
-def _hidden_gradients(
-    normed: Tensor, dout: Tensor, keep: Tensor, w_in: Tensor, w_out: Tensor, dnormed: Tensor
-) -> tuple[Tensor, Tensor]:
+class _Chunk(NamedTuple):
+    """Rows of the operands of the backward, and where the gradient of ``normed`` goes."""
+
+    normed: Tensor
+    dout: Tensor
+    keep: Tensor
+    dnormed: Tensor
+
+
+def _hidden_gradients(x: _Chunk, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of [a | b] and keep * silu(a) b; write the gradient of ``normed``."""
-    (rows, c), expanded = normed.shape, w_out.shape[1]
+    (rows, c), expanded = x.normed.shape, w_out.shape[1]
     if pair_transition.fits(c, expanded):
-        dhidden, product = (normed.new_empty(rows, k * expanded) for k in (2, 1))
+        dhidden, product = (x.normed.new_empty(rows, k * expanded) for k in (2, 1))
         pair_transition.transition_backward(
-            normed, dout, keep, w_in, w_out, dhidden, product, dnormed
+            x.normed, x.dout, x.keep, w_in, w_out, dhidden, product, x.dnormed
         )
         return dhidden, product
-    hidden = torch.mm(normed, w_in.t())  # [a | b], until swiglu_backward
-    product = torch.mm(dout, w_out)  # its gradient, until swiglu_backward
-    pair_kernels.swiglu_backward(hidden, keep, product)
-    torch.mm(hidden, w_in, out=dnormed)
+    hidden = torch.mm(x.normed, w_in.t())  # [a | b], until swiglu_backward
+    product = torch.mm(x.dout, w_out)  # its gradient, until swiglu_backward
+    pair_kernels.swiglu_backward(hidden, x.keep, product)
+    torch.mm(hidden, w_in, out=x.dnormed)
     return hidden, product
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x [..., C] as dense rows [M, C]; a copy only if it must be."""
+    return dense(x).view(-1, x.shape[-1])
 
 
 class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, *weights: Tensor) -> Tensor:
-        w = TransitionWeights(*weights)
-        rows, keep = dense(as_rows(x)), mask.reshape(-1)
-        out, packed = _transition_forward(rows, keep, w)
-        ctx.save_for_backward(x, keep, w.norm_weight, w.norm_bias, packed)
+        rows, keep = _rows(x), mask.reshape(-1)
+        out, packed = _transition_forward(rows, keep, TransitionWeights(*weights))
+        ctx.save_for_backward(x, keep, *weights[:2], packed)
         return out.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> Any:
         x, *saved = ctx.saved_tensors
-        dx, grads = _transition_backward(dense(as_rows(dout)), as_rows(x), *saved)
+        dx, grads = _transition_backward(_rows(dout), _rows(x), *saved)
         return dx.view(x.shape), None, *grads
 
 
 def add_transition(x: Tensor, mask: Tensor, weights: TransitionWeights) -> Tensor:
     """Return x + mask * transition of x (AF3 Alg 11): x [..., C], mask bool [...]."""
+    if not needs_grad(x, *weights):
+        return _transition_forward(_rows(x), mask.reshape(-1), weights)[0].view(x.shape)
     run: Any = _Transition.apply
     return cast(Tensor, run(x, mask, *weights))

@@ -9,8 +9,9 @@ import ctypes
 
 from torch import Tensor
 
-from tpf.kernels import jit, tma, tri_attn
-from tpf.kernels.tma import TensorMap
+from tpf.kernels import jit, launch, tma, tri_attn
+from tpf.kernels.launch import Launch
+from tpf.kernels.tma import MapLayout, TensorMap
 
 TILE = 64
 """Rows of a warpgroup, units of a slice, channels of a swizzle atom."""
@@ -61,16 +62,26 @@ def defines(channels: int, backward: bool) -> dict[str, int]:
     }
 
 
-def _map(x: Tensor, rows: int = TILE) -> TensorMap:
-    return tma.tensor_map(x, (rows, TILE), 2 * TILE)
+def _map(rows: int, columns: int, box: int = TILE) -> MapLayout:
+    """Return the map of a dense matrix, boxes of 64 columns."""
+    return MapLayout((rows, columns), (columns, 1), (box, TILE), 2 * TILE)
 
 
-def _launch(name: str, channels: int, count: int, params: ctypes.Structure, like: Tensor) -> None:
-    device = tri_attn.device_index(like)
-    variant = defines(channels, name == "pair_transition_bwd")
+@launch.plan
+def _prepare(backward: bool, count: int, channels: int, expanded: int, device: int) -> Launch:
+    name = "pair_transition_bwd" if backward else "pair_transition_fwd"
+    variant, tiles = defines(channels, backward), -(-count // BLOCK_ROWS)
     kernel = jit.load(name, variant, device, variant["TPF_SHARED"])
-    blocks = min(-(-count // BLOCK_ROWS), tri_attn.processors(device))
-    kernel.launch((blocks, 1, 1), THREADS, params, tri_attn.raw_stream(device))
+    kind = _BackwardParams if backward else _ForwardParams
+    params = kind(count=count, slices=expanded // TILE, tiles=tiles)
+    rows = _map(count, channels)
+    weights = {"w_in": _map(2 * expanded, channels), "w_out": _map(channels, expanded, channels)}
+    maps, pointers = {"rows": rows} | weights, ["x", "keep", "out"]
+    if backward:
+        results = {"dhidden": _map(count, 2 * expanded), "product": _map(count, expanded)}
+        maps, pointers = {"rows": rows, "dout": rows} | weights | results, ["keep", "drows"]
+    blocks = min(tiles, tri_attn.processors(device))
+    return Launch(kernel, blocks, THREADS, params, maps=maps, pointers=pointers)
 
 
 def transition_forward(
@@ -80,13 +91,11 @@ def transition_forward(
 
     x, normed, out [M, C], keep bool [M], w_in [2 E, C] = [w_a; w_b], w_out [C, E]; all dense BF16.
     """
-    count, channels = x.shape
-    params = _ForwardParams(
-        _map(normed), _map(w_in), _map(w_out, channels),
-        x.data_ptr(), keep.data_ptr(), out.data_ptr(),
-        count, w_out.shape[1] // TILE, -(-count // BLOCK_ROWS),
-    )  # fmt: skip
-    _launch("pair_transition_fwd", channels, count, params, x)
+    device, (count, channels) = tri_attn.device_index(x), x.shape
+    prepared = _prepare(False, count, channels, w_out.shape[1], device)
+    maps = [t.data_ptr() for t in (normed, w_in, w_out)]
+    addresses = x.data_ptr(), keep.data_ptr(), out.data_ptr()
+    prepared(tri_attn.raw_stream(device), maps, addresses)
 
 
 def transition_backward(
@@ -97,10 +106,7 @@ def transition_backward(
 
     Operands as in ``transition_forward``; all dense BF16.
     """
-    count, channels = normed.shape
-    params = _BackwardParams(
-        _map(normed), _map(dout), _map(w_in), _map(w_out, channels), _map(dhidden), _map(product),
-        keep.data_ptr(), dnormed.data_ptr(),
-        count, w_out.shape[1] // TILE, -(-count // BLOCK_ROWS),
-    )  # fmt: skip
-    _launch("pair_transition_bwd", channels, count, params, normed)
+    device, (count, channels) = tri_attn.device_index(normed), normed.shape
+    prepared = _prepare(True, count, channels, w_out.shape[1], device)
+    maps = [t.data_ptr() for t in (normed, dout, w_in, w_out, dhidden, product)]
+    prepared(tri_attn.raw_stream(device), maps, (keep.data_ptr(), dnormed.data_ptr()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +38,25 @@ def params_type(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Struct
 
 
 @functools.cache
-def _encoder() -> ctypes._NamedFuncPointer:
+def _driver() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    """Return the driver's functions that encode a map and that change its address."""
     try:
-        encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        library = ctypes.CDLL("libcuda.so.1")
+        encode, replace = library.cuTensorMapEncodeTiled, library.cuTensorMapReplaceAddress
     except (OSError, AttributeError) as error:
         raise HardwareError(f"the NVIDIA driver has no tensor maps ({error}); update it") from error
-    encode.restype = ctypes.c_int
-    return encode
+    encode.restype = replace.restype = ctypes.c_int
+    replace.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return encode, replace
+
+
+def _checked(call: Callable[[], int], what: str) -> None:
+    """Call a function of the driver, once more if the thread lacked a context."""
+    if (result := call()) == jit.NO_CONTEXT:
+        jit.make_current(torch.cuda.current_device())
+        result = call()
+    if result != 0:
+        raise HardwareError(f"{what}: error {result}")
 
 
 def _encode(
@@ -71,49 +85,51 @@ def _encode(
         ctypes.c_int(_L2_PROMOTION_128B),
         ctypes.c_int(0),
     )
-    result = _encoder()(*arguments)
-    if result == jit.NO_CONTEXT:
-        jit.make_current(torch.cuda.current_device())
-        result = _encoder()(*arguments)
-    if result != 0:
-        raise HardwareError(
-            f"cuTensorMapEncodeTiled returned {result} for pointer {pointer:#x}, shape {shape}, "
-            f"strides {strides} bytes, box {box}, swizzle {swizzle} (innermost first)"
-        )
+    what = f"encoding a tensor map of shape {shape}, strides {strides} bytes, box {box}"
+    _checked(lambda: int(_driver()[0](*arguments)), f"{what}, swizzle {swizzle} (innermost first)")
     return ctypes.string_at(aligned, MAP_BYTES)
 
 
-@functools.lru_cache(maxsize=4096)
-def _map(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle: int,
-) -> TensorMap:
-    """Return the map of a tensor; shape, strides (elements) and box in the tensor's axis order."""
-    size = _DATA_TYPES[dtype][1]
-    inner_first = tuple(reversed(shape))
-    steps = tuple(
-        s * size if n > 1 else 16 for s, n in zip(strides[-2::-1], inner_first[1:], strict=True)
-    )
-    encoded = _encode(pointer, dtype, inner_first, steps, tuple(reversed(box)), swizzle)
-    return TensorMap.from_buffer_copy(encoded)
+def mover() -> Callable[[int, int], int]:
+    """Return the function that changes the address of the map at its first argument.
 
-
-def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
-    """Return the map of x (its own strides) with a box in the axis order of x.
-
-    Reads outside x give zeros. The last axis must have stride 1, the other strides and the address
-    must be multiples of 16 bytes (``mappable``). swizzle is 0, 32, 64 or 128 bytes, at least the
-    width of the box.
+    It returns 0, or an error, after which ``move`` tries again or raises.
     """
-    return _map(x.data_ptr(), x.dtype, x.shape, x.stride(), box, swizzle)
+    return _driver()[1]
+
+
+def move(at: int, address: int) -> None:
+    """Change the address of the map that lies at ``at``."""
+    _checked(lambda: int(_driver()[1](at, address)), f"moving a tensor map to {address:#x}")
+
+
+class MapLayout(NamedTuple):
+    """A tensor map but for its address: the tensor, and the box that a copy moves.
+
+    Reads outside the tensor give zeros. The last axis must have stride 1, the other strides and the
+    address must be multiples of 16 bytes (``mappable``). swizzle is 0, 32, 64 or 128 bytes, at
+    least the width of the box.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements; shape, strides and box have the axis order of the tensor."""
+    box: tuple[int, ...]
+    swizzle: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def encode(self, address: int) -> bytes:
+        """Return the map of the tensor at an address."""
+        size = _DATA_TYPES[self.dtype][1]
+        sizes = self.shape[::-1]
+        outer = zip(self.strides[-2::-1], sizes[1:], strict=True)
+        steps = [s * size if n > 1 else 16 for s, n in outer]
+        return _encode(address, self.dtype, sizes, tuple(steps), self.box[::-1], self.swizzle)
 
 
 @functools.lru_cache(maxsize=4096)
-def _mappable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+def mappable_layout(shape: tuple[int, ...], strides: tuple[int, ...], size: int = 2) -> bool:
+    """Return whether the copy engine can read elements of ``size`` bytes with these strides."""
     if shape[-1] > 1 and strides[-1] != 1:
         return False
     return all(
@@ -124,4 +140,4 @@ def _mappable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
 
 def mappable(x: Tensor) -> bool:
     """Return whether the copy engine can read x in place."""
-    return x.data_ptr() % 16 == 0 and _mappable(x.shape, x.stride(), x.element_size())
+    return x.data_ptr() % 16 == 0 and mappable_layout(x.shape, x.stride(), x.element_size())

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tpf.kernels import jit, tma
-from tpf.kernels.reference import empty_output
-from tpf.kernels.tma import TensorMap
+from tpf.kernels import jit, launch, tma
+from tpf.kernels.launch import Launch
+from tpf.kernels.tma import MapLayout, TensorMap
 
 TILE = 64
 """Queries and keys of one score tile."""
@@ -85,7 +85,7 @@ def processors(device: int) -> int:
 
 def device_index(x: Tensor) -> int:
     """Return the index of the GPU that holds x."""
-    return x.device.index if x.device.index is not None else torch.cuda.current_device()
+    return x.get_device()
 
 
 def raw_stream(device: int) -> int:
@@ -93,11 +93,21 @@ def raw_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))  # ten times faster than the public way
 
 
-def mapped(x: Tensor) -> Tensor:
-    """Return x, or a copy of it that the copy engine can read (16-byte strides, unit D stride)."""
-    if tma.mappable(x):
-        return x
+def copy(x: Tensor) -> Tensor:
+    """Return a row-major copy whose rows the copy engine can read (16-byte strides)."""
     return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()[..., : x.shape[-1]]
+
+
+def copy_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a copy of a tensor [B, O, H, N, D]."""
+    _, o, h, n, d = shape
+    room = d + -d % 8
+    return o * h * n * room, h * n * room, n * room, room, 1
+
+
+def output_strides(o: int, h: int, n: int, d: int) -> tuple[int, ...]:
+    """Return the strides of [B, O, H, N, D] that is stored as [B, O, N, H, D]."""
+    return o * n * h * d, n * h * d, d, h * d, 1
 
 
 def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) -> dict[str, int]:
@@ -134,68 +144,67 @@ def blocks_for(items: int, key_tiles: int, device: int) -> int:
     return max(blocks, (items + 1) // 2) if STREAM and key_tiles <= 2 else blocks
 
 
-class _Plan(NamedTuple):
-    """What a forward call takes from its sizes alone (layouts: kernels/README.md)."""
+class _Signature(NamedTuple):
+    """What the plan of a forward call depends on; without a mask its strides are empty."""
 
-    pack: jit.Kernel
-    kernel: jit.Kernel
-    shared_bytes: int
-    bias_bytes: int
-    """Bytes of the bias tiles."""
-    batch_bytes: int
-    """Bytes between the bias tiles of two batch entries; 0 if all share one bias."""
-    bias_blocks: int
-    words: int
-    """Mask words."""
-    pack_sizes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    items: int
-    key_tiles: int
+    shape: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    """Of q, k, v, bias and mask, in elements."""
+    fp32_bias: bool
+    batches: int
+    """Biases: 1 if all batch entries share one."""
+    save: bool
+    scale: float
+    device: int
+    tile: ForwardTile
+    stream: bool
 
 
-@functools.lru_cache(maxsize=256)
-def _plan(
-    shape: torch.Size, batches: int, fp32_bias: bool, masked: bool, save: bool, device: int,
-    tile: ForwardTile, stream: bool,
-) -> _Plan:  # fmt: skip
-    """Plan the calls with q of this shape and ``batches`` biases; tile, stream: variant."""
-    b, o, h, n, d = shape
-    tiles = (n + 2 * TILE - 1) // (2 * TILE) * 2
-    tile_bytes = TILE * TILE * (4 if fp32_bias else 2)
-    defines = forward_defines(d, fp32_bias, masked, save)
-    key_tiles = tiles if tile.group == 1 else (n + TILE - 1) // TILE
-    query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + tile.group - 1) // tile.group
-    items = b * groups * h * query_blocks
-    bias_blocks, words = batches * h * tiles * tiles, b * o * tiles if masked else 0
-    return _Plan(
-        pack=jit.load("tri_attn_pack", {"BIAS_F32": int(fp32_bias)}, device),
-        kernel=jit.load("tri_attn_fwd", defines, device, MAX_SHARED),
-        shared_bytes=forward_shared_bytes(defines, tiles),
-        bias_bytes=bias_blocks * tile_bytes,
-        batch_bytes=0 if batches == 1 else h * tiles * tiles * tile_bytes,
-        bias_blocks=bias_blocks,
-        words=words,
-        pack_sizes=(n, h, o, tiles, tiles, bias_blocks, words),
-        sizes=(o, h, n, d, key_tiles, tiles, tiles, query_blocks, groups, items),
-        items=items,
-        key_tiles=key_tiles,
-    )
+class _Plan:
+    """Launches and sizes of the forward calls of a signature (layouts: kernels/README.md)."""
+
+    def __init__(self, x: _Signature) -> None:
+        b, o, h, n, d = x.shape
+        q, k, v, bias, mask = x.strides
+        masked, width = mask != (), head_width(d)
+        tiles = (n + 2 * TILE - 1) // (2 * TILE) * 2
+        tile_bytes = TILE * TILE * (4 if x.fp32_bias else 2)
+        bias_blocks, word_count = x.batches * h * tiles * tiles, b * o * tiles if masked else 0
+        self.bias_bytes = bias_blocks * tile_bytes
+        self.packed_bytes = self.bias_bytes + 8 * word_count
+        self.lse_shape, self.out_strides = x.shape[:-1], output_strides(o, h, n, d)
+        self.mappable = all(tma.mappable_layout(x.shape, strides) for strides in (q, k, v))
+        params = _PackParams(
+            None, None, None, None, *bias, *(mask or (0, 0, 0)),
+            n, h, o, tiles, tiles, bias_blocks, word_count,
+        )  # fmt: skip
+        kernel = jit.load("tri_attn_pack", {"BIAS_F32": int(x.fp32_bias)}, x.device)
+        blocks, pointers = bias_blocks + (word_count + 3) // 4, ("bias", "tiles", "mask", "words")
+        self.pack = Launch(kernel, blocks, 128, params, pointers=pointers)
+
+        defines = forward_defines(d, x.fp32_bias, masked, x.save)
+        key_tiles = tiles if x.tile.group == 1 else (n + TILE - 1) // TILE
+        query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + x.tile.group - 1) // x.tile.group
+        items = b * groups * h * query_blocks
+        params = _ForwardParams(
+            bias_batch=0 if x.batches == 1 else h * tiles * tiles * tile_bytes,
+            outer=o, heads=h, n=n, d=d, key_tiles=key_tiles, bias_key_tiles=tiles,
+            query_tiles=tiles, query_blocks=query_blocks, groups=groups, items=items, scale=x.scale,
+        )  # fmt: skip
+        boxes = [(1, x.tile.group, 1, rows, width) for rows in (QUERIES, TILE, TILE)]
+        maps = {
+            name: MapLayout(x.shape, strides, box, 2 * width)
+            for name, strides, box in zip("qkv", (q, k, v), boxes, strict=True)
+        }
+        self.main = Launch(
+            jit.load("tri_attn_fwd", defines, x.device, MAX_SHARED),
+            blocks_for(items, key_tiles, x.device), FORWARD_THREADS, params,
+            maps=maps, pointers=("bias_tiles", "words", "out", "residual", "lse"),
+            shared_bytes=forward_shared_bytes(defines, tiles),
+        )  # fmt: skip
 
 
-def _pack(plan: _Plan, bias: Tensor, mask: Tensor | None, stream: int) -> tuple[Tensor, int]:
-    """Write the bias as tiles in fragment order, then the mask as 64-bit words.
-
-    Returns the buffer and the address of the words (0 without a mask).
-    """
-    packed = bias.new_empty(plan.bias_bytes + 8 * plan.words, dtype=torch.uint8)
-    tiles = packed.data_ptr()
-    words = 0 if mask is None else tiles + plan.bias_bytes
-    pointer, strides = (0, (0, 0, 0)) if mask is None else (mask.data_ptr(), mask.stride())
-    params = _PackParams(
-        bias.data_ptr(), tiles, pointer, words, *bias.stride(), *strides, *plan.pack_sizes
-    )
-    plan.pack.launch((plan.bias_blocks + (plan.words + 3) // 4, 1, 1), 128, params, stream)
-    return packed, words
+_plan = launch.plan(_Plan)
 
 
 def tri_attn_fwd(
@@ -211,25 +220,26 @@ def tri_attn_fwd(
 
     Returns out [B, O, H, N, D] bf16, lse [B, O, H, N] fp32 (base 2) and the residual of out.
     """
-    device, shape, masked = device_index(q), q.shape, mask is not None
-    width = head_width(shape[-1])
-    tile = FORWARD_TILES[width, masked]
-    batches = 1 if bias.stride(0) == 0 else bias.shape[0]
-    fp32 = bias.dtype == torch.float32
-    plan = _plan(shape, batches, fp32, masked, save_residual, device, tile, STREAM)
+    device, shape, bias_strides = device_index(q), q.shape, bias.stride()
+    mask_strides, mask_at = ((), 0) if mask is None else (mask.stride(), mask.data_ptr())
+    strides = q.stride(), k.stride(), v.stride(), bias_strides, mask_strides
+    batches = 1 if bias_strides[0] == 0 else bias.shape[0]
+    tile = FORWARD_TILES[head_width(shape[-1]), mask is not None]
+    wide = bias.dtype is torch.float32
+    plan = _plan(
+        _Signature(shape, strides, wide, batches, save_residual, scale, device, tile, STREAM)
+    )
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not plan.mappable or (q_at | k_at | v_at) % 16:
+        return tri_attn_fwd(copy(q), copy(k), copy(v), bias, mask, scale, save_residual)
     stream = raw_stream(device)
-    out = empty_output(q)
-    residual = empty_output(q) if save_residual else q.new_empty(0)
-    lse = q.new_empty(shape[:-1], dtype=torch.float32)
-    packed, words = _pack(plan, bias, mask, stream)
-    q, k, v = mapped(q), mapped(k), mapped(v)
-    rows = ((q, QUERIES), (k, TILE), (v, TILE))
-    maps = [tma.tensor_map(x, (1, tile.group, 1, box, width), 2 * width) for x, box in rows]
-    params = _ForwardParams(
-        *maps, packed.data_ptr(), words, out.data_ptr(),
-        residual.data_ptr() if save_residual else 0, lse.data_ptr(), plan.batch_bytes, *plan.sizes,
-        scale,
-    )  # fmt: skip
-    blocks = blocks_for(plan.items, plan.key_tiles, device)
-    plan.kernel.launch((blocks, 1, 1), FORWARD_THREADS, params, stream, plan.shared_bytes)
+    out = q.new_empty_strided(shape, plan.out_strides)
+    residual = q.new_empty_strided(shape, plan.out_strides) if save_residual else q.new_empty(0)
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    packed = q.new_empty(plan.packed_bytes, dtype=torch.uint8)
+    tiles = packed.data_ptr()
+    words = tiles + plan.bias_bytes if mask_at else 0
+    plan.pack(stream, (), (bias.data_ptr(), tiles, mask_at, words))
+    pointers = tiles, words, out.data_ptr(), residual.data_ptr(), lse.data_ptr()
+    plan.main(stream, (q_at, k_at, v_at), pointers)
     return out, lse, residual

@@ -9,16 +9,15 @@ either by FP32 atomics, for the ablation of Table 12.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit
+from tpf.kernels import jit, launch
+from tpf.kernels.launch import Launch
 from tpf.kernels.tri_attn_bwd import Call, Inputs, filled, target, workspace
-from tpf.kernels.tri_attn_bwd_params import MainParams
-from tpf.kernels.tri_attn_bwd_plan import FOLD_BYTES, SHARED_LIMIT, THREADS, TILE, Problem
+from tpf.kernels.tri_attn_bwd_plan import FOLD_BYTES, SHARED_LIMIT, TILE, Problem
 
 GROUP = {16: 4, 32: 4, 64: 2}
 """Slices of a thread block, by padded head width."""
@@ -98,7 +97,7 @@ def variants(problem: Problem, vector: bool, atomic: Atomic = ORDERED) -> dict[s
     }
 
 
-@functools.lru_cache(maxsize=256)
+@launch.plan
 def _kernels(problem: Problem, device: int, vector: bool, atomic: Atomic) -> dict[str, jit.Kernel]:
     shared = {MAIN: shared_bytes(problem, atomic)[1]}
     defines = variants(problem, vector, atomic)
@@ -110,9 +109,9 @@ def _sum_dq(call: Call, kernel: jit.Kernel, partial: Tensor, dq: Tensor) -> None
     rows, channels = dq.numel() // p.head_dim, partial.shape[-1]
     params = _SumDqParams(
         partial.data_ptr(), dq.data_ptr(), dq.stride()[:4], rows, p.tokens, p.heads, p.outer,
-        p.head_dim, channels, partial.shape[0] // p.batch, call.scale,
+        p.head_dim, channels, partial.shape[0] // p.batch, call.plan.scale,
     )  # fmt: skip
-    kernel.launch((-(-rows * channels // (8 * 256)), 1, 1), 256, params, call.stream)
+    Launch(kernel, -(-rows * channels // (8 * 256)), 256, params)(call.stream)
 
 
 def _sum_dbias(
@@ -124,14 +123,19 @@ def _sum_dbias(
         partial.data_ptr(), sums.data_ptr(), dbias.data_ptr(), dbias.stride(),
         p.tokens, p.tiles, p.heads, p.batch, groups, int(first), int(last),
     )  # fmt: skip
-    kernel.launch((p.batch * p.heads * p.tiles**2, 1, 1), 256, params, call.stream)
+    Launch(kernel, p.batch * p.heads * p.tiles**2, 256, params)(call.stream)
 
 
 def _main(
-    call: Call, kernels: dict[str, jit.Kernel], params: MainParams, dbias: Tensor, atomic: Atomic
-) -> None:
-    """Launch the main kernel and the sum of its dbias partials chunk by chunk of groups."""
-    p = call.plan.problem
+    call: Call, kernels: dict[str, jit.Kernel], pointers: tuple[int, ...],
+    gradients: dict[str, Tensor], dbias: Tensor, atomic: Atomic,
+) -> None:  # fmt: skip
+    """Launch the main kernel and the sum of its dbias partials chunk by chunk of groups.
+
+    pointers: of the main kernel, but for its partial sums of dbias, which are allocated here;
+    gradients: what the copy engine writes, by name.
+    """
+    plan, p = call.plan, call.plan.problem
     groups = -(-p.outer // GROUP[p.width])
     kept = groups if atomic.dbias else bias_groups(p)
     tile_bytes = p.batch * p.heads * p.padded**2 * 4
@@ -139,14 +143,18 @@ def _main(
     sums = workspace(tile_bytes if atomic.dbias or kept < groups else 0, dbias.device)
     if atomic.dbias:
         sums.zero_()
-    params.dbias_partial = sums.data_ptr() if atomic.dbias else partial.data_ptr()
-    params.blocks = -(-p.tokens // TILE)
+    dbias_at = sums.data_ptr() if atomic.dbias else partial.data_ptr()
+    pointers = *pointers[:4], dbias_at, *pointers[5:]
+    maps = {name: plan.map(x.shape, x.stride()) for name, x in gradients.items()}
+    addresses = *call.addresses, *(x.data_ptr() for x in gradients.values())
+    blocks = -(-p.tokens // TILE)
     for first in range(0, groups, kept):
-        params.first_group, params.groups = first, min(kept, groups - first)
-        params.jobs = p.batch * params.groups * p.heads * params.blocks
-        grid = (min(params.jobs, call.plan.multiprocessors), 1, 1)
-        kernels[MAIN].launch(grid, THREADS, params, call.stream)
-        added = 0 if atomic.dbias else params.groups
+        count = min(kept, groups - first)
+        params = plan.main_params(count, p.batch * count * p.heads * blocks)
+        params.first_group, params.blocks = first, blocks
+        grid = min(params.jobs, plan.multiprocessors)
+        plan.main(kernels[MAIN], grid, params, maps)(call.stream, addresses, pointers)
+        added = 0 if atomic.dbias else count
         start, end = first == 0 and not atomic.dbias, first + kept >= groups
         _sum_dbias(call, kernels[SUM_DBIAS], partial, sums, dbias, added, start, end)
 
@@ -166,22 +174,22 @@ def tri_attn_bwd_paper(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dbias) by the paper's algorithm; arguments as ``tri_attn_bwd``."""
     b, o, h, n, d = q.shape
-    call = Call(Inputs(q, k, v, bias, mask, out, lse, residual, dout), scale)
+    inputs = Inputs(q, k, v, bias, mask, out, lse, residual, dout)
+    call = Call(inputs, scale, shares_dk=False)
     plan = call.plan
     dq = q.new_empty_strided(q.shape, plan.gradients[0].strides)
     dk, dv = (target(x, g) for x, g in zip((k, v), plan.gradients[1:], strict=True))
-    dbias = bias.new_empty_strided(bias.shape, plan.dbias.strides)
+    dbias = bias.new_empty_strided(bias.shape, plan.dbias_strides)
     vector = d % 8 == 0 and plan.gradients[0].direct
     kernels = _kernels(plan.problem, plan.device, vector, atomic)
-    call.place_early(None)
-    call.prepare()
+    pointers = call.prepare(dk[1])
     if atomic.dq == "no":
         partial = store = q.new_empty((-(-n // TILE) * b, o, h, n, d + -d % 8))
     else:
         partial = q.new_zeros((b, o, h, n, plan.problem.width), dtype=torch.float32)
-        store = call.operands[0][0]  # not written: dQ has no map
-    params = call.main_params(store, dk[1], dv[1])
-    params.dq_sum = partial.data_ptr()
-    _main(call, kernels, params, dbias, atomic)
+        store = call.operands[0]  # not written: dQ has no map
+    written = {"dq": store, "dk": dk[1], "dv": dv[1]}
+    pointers = *pointers[:5], partial.data_ptr(), *pointers[6:]
+    _main(call, kernels, pointers, written, dbias, atomic)
     _sum_dq(call, kernels[SUM_DQ], partial, dq)
     return dq, filled(*dk), filled(*dv), dbias

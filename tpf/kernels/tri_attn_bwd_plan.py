@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, tma, tri_attn
+from tpf.kernels import jit, launch, tma, tri_attn
+from tpf.kernels.launch import Launch
 from tpf.kernels.reference import empty_dense_like
-from tpf.kernels.tma import TensorMap
+from tpf.kernels.tma import MapLayout
 from tpf.kernels.tri_attn_bwd_params import MainParams, PairParams, RowParams, StripParams
 from tpf.kernels.tri_attn_bwd_walk import Walk
 
@@ -26,13 +28,17 @@ FOLD_BYTES = 16
 SHARED_LIMIT = 232448
 MAX_STAGES = 4
 MAX_PAIR_STAGES = 8  # in the dQ kernel a stage holds one step of both warpgroups
-MAPS_KEPT = 4096
-"""Tensor maps that a plan remembers."""
+LOG2E = math.log2(math.e)
+SMALLEST_SCALE = 1e-20
+"""Stands in for a scale of zero where the kernels divide by it."""
 
 KV, Q_BIAS, STRIPS = "tri_attn_bwd_kv", "tri_attn_bwd_q_bias", "tri_attn_bwd_strips"
 PREP_ROWS, PREP_PAIR = "tri_attn_prep_rows", "tri_attn_prep_pair"
 MAIN = (Q_BIAS, KV)
 """The main kernels in the order in which they run."""
+MAIN_POINTERS = (
+    "row_fold", "key_fold", "bias_s", "bias_st", "dbias_partial", "dq_sum", "order",
+)  # fmt: skip
 
 
 class Tuning(NamedTuple):
@@ -171,149 +177,173 @@ class Layout(NamedTuple):
     mask: tuple[int, ...]
     out: tuple[int, ...]
     dout: tuple[int, ...]
+    into: tuple[tuple[int, ...], ...] = ()
+    """Of dq, dk and dv, if the caller gives them."""
+
+
+class Signature(NamedTuple):
+    """What the plan of a call depends on."""
+
+    shape: tuple[int, ...]
+    """Of q."""
+    wide_bias: bool
+    scale: float
+    device: int
+    aligned_rows: bool
+    """out, its residual and dout begin at multiples of 16 bytes."""
+    aligned_operands: bool
+    """q, k, v and dout do."""
+    layout: Layout
+    shares_dk: bool
+    """What only dQ and dbias need may lie where dK comes, which is written after them."""
 
 
 class Gradient(NamedTuple):
-    """Strides of a gradient, and whether the copy engine can write it."""
+    """Strides of a gradient, and what the copy engine writes: the same tensor if it is direct."""
 
     strides: tuple[int, ...]
+    written_shape: tuple[int, ...]
+    written_strides: tuple[int, ...]
     direct: bool
 
 
-def _abstract(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor without memory."""
-    return torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided(shape, strides)
+def _dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of the gradient of a tensor."""
+    x = torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided(shape, strides)
+    return empty_dense_like(x).stride()
 
 
 def _gradient(shape: tuple[int, ...], strides: tuple[int, ...]) -> Gradient:
-    dense = empty_dense_like(_abstract(shape, strides))
-    return Gradient(dense.stride(), tma.mappable(dense))
+    dense = _dense_strides(shape, strides)
+    if tma.mappable_layout(shape, dense):
+        return Gradient(dense, shape, dense, True)
+    b, o, h, n, d = shape
+    room = d + -d % 8
+    return Gradient(dense, (b, o, h, n, room), tri_attn.output_strides(o, h, n, room), False)
 
 
 class Plan:
-    """What calls of the same sizes and strides share: kernels, workspace, gradients, parameters.
+    """What calls of the same signature share: launches, workspace, gradients."""
 
-    The parameters are patterns without addresses and scale, which a call adds to its own copies.
-    vector: rows of out and dout can be read 16 bytes at a time.
-    """
-
-    def __init__(self, problem: Problem, device: int, vector: bool, layout: Layout) -> None:
-        self.problem = p = problem
-        self.device = device
-        self.masked = layout.mask != ()
-        self.box = (1, 1, 1, TILE, p.width)
-        self.multiprocessors = tri_attn.processors(device)
+    def __init__(self, x: Signature) -> None:
+        b, o, h, n, d = x.shape
+        self.problem = p = Problem(b, o, h, n, d, x.wide_bias)
+        self.device, self.layout = x.device, x.layout
+        self.scale2 = math.copysign(max(abs(x.scale * LOG2E), SMALLEST_SCALE), x.scale)
+        self.scale = x.scale
+        self.masked = x.layout.mask != ()
+        self.multiprocessors = tri_attn.processors(x.device)
         self.walk = walk(p, self.multiprocessors)
-        self.offsets, self.workspace_bytes = self._lay_out(self._kept())
-        self.early_offsets, self.early_bytes = self._lay_out(self._early())
-        shape = (p.batch, p.outer, p.heads, p.tokens, p.head_dim)
-        self.gradients = [_gradient(shape, strides) for strides in layout[:3]]
-        self.dbias = _gradient((p.batch, p.heads, p.tokens, p.tokens), layout.bias)
-        self._maps: dict[tuple[object, ...], TensorMap] = {}
+        self.gradients = [_gradient(x.shape, strides) for strides in x.layout[:3]]
+        if x.layout.into:
+            self.gradients = [Gradient(g, x.shape, g, True) for g in x.layout.into]
+        self.dbias_strides = _dense_strides((b, h, n, n), x.layout.bias)
+        self._lay_out(x.shares_dk)
         self._order: Tensor | None = None
-        blocks = self._set_params(layout)
-        self._launches = {}
-        for name, constants in variants(p, vector).items():
-            threads = THREADS if name in MAIN else SMALL_THREADS
-            shared = shared_bytes(name, p)[1] if name in MAIN else 0
-            kernel = jit.load(name, constants, device, shared)
-            self._launches[name] = kernel, (blocks[name], 1, 1), threads
+        strides = *x.layout[:3], x.layout.dout
+        self.copied = [
+            not (x.aligned_operands and tma.mappable_layout(x.shape, s)) for s in strides
+        ]
+        copy = tri_attn.copy_strides(x.shape)
+        self.operands = [
+            self.map(x.shape, copy if copied else s)
+            for s, copied in zip(strides, self.copied, strict=True)
+        ]
+        rows = x.layout.out, x.layout.dout
+        vector = x.aligned_rows and d == p.width
+        vector = vector and all(tma.mappable_layout(x.shape, strides) for strides in rows)
+        self._set_launches(variants(p, vector))
 
-    def _kept(self) -> dict[str, int]:
-        """Return the bytes of what all passes need."""
+    def map(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> MapLayout:
+        """Return the tensor map of rows, one box a 64-token tile of one head."""
+        return MapLayout(
+            shape, strides, (1, 1, 1, TILE, self.problem.width), self.problem.width * 2
+        )
+
+    def _lay_out(self, shares_dk: bool) -> None:
+        """Place what all passes need, and before or in dK what only dQ and dbias need."""
         p = self.problem
-        return {
+        self.offsets, size = launch.lay_out({
             "row_fold": p.rows * FOLD_BYTES,
             "dropped_rows": TILE * FOLD_BYTES,
             "key_fold": (p.batch * p.outer if self.masked else 1) * p.padded * FOLD_BYTES,
             "bias_st": p.bias_bytes(p.wide_bias),
-        }
+        })  # fmt: skip
+        strips = self.walk.slots * p.used_tiles * TILE * TILE * 4
+        early, early_bytes = launch.lay_out({"bias_s": p.bias_bytes(True), "dbias_partial": strips})
+        self.early_in_dk = shares_dk and 2 * math.prod(self.gradients[1][1]) >= early_bytes
+        start = 0 if self.early_in_dk else size
+        self.bias_s, self.dbias_partial = start, start + early["dbias_partial"]
+        self.workspace_bytes = size + (0 if self.early_in_dk else early_bytes)
 
-    def _early(self) -> dict[str, int]:
-        """Return the bytes of what only dQ and dbias need, which come before dK and dV."""
-        strips = self.walk.slots * self.problem.used_tiles * TILE * TILE * 4
-        return {"bias_s": self.problem.bias_bytes(True), "dbias_partial": strips}
+    def _set_launches(self, constants: dict[str, dict[str, int]]) -> None:
+        p, layout = self.problem, self.layout
 
-    @staticmethod
-    def _lay_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-        """Return the offset of each part and the bytes of all."""
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += -(-size // 1024) * 1024
-        return offsets, end
+        def load(name: str) -> jit.Kernel:
+            shared = shared_bytes(name, p)[1] if name in MAIN else 0
+            return jit.load(name, constants[name], self.device, shared)
 
-    def _set_params(self, layout: Layout) -> dict[str, int]:
-        """Set the patterns of the parameters; return the number of blocks of each kernel."""
-        p, walk = self.problem, self.walk
         slice_blocks = -(-p.padded * p.heads * p.width // (8 * SMALL_THREADS))
-        self.rows = RowParams(
+        rows = RowParams(
             dout_stride=layout.dout[:4], out_stride=layout.out[:4], tokens=p.tokens,
             padded=p.padded, heads=p.heads, outer=p.outer, head_dim=p.head_dim,
-            slice_blocks=slice_blocks,
+            slice_blocks=slice_blocks, scale2=self.scale2,
+        )  # fmt: skip
+        self.prep_rows = Launch(
+            load(PREP_ROWS), p.batch * p.outer * slice_blocks, SMALL_THREADS, rows,
+            pointers=("dout", "out", "residual", "lse", "row_fold"),
         )  # fmt: skip
         slices = p.batch * p.outer if self.masked else 1
-        self.pair = PairParams(
+        pair = PairParams(
             bias_stride=layout.bias, mask_stride=layout.mask, tokens=p.tokens, tiles=p.tiles,
-            heads=p.heads, batch=p.batch, outer=p.outer, slices=slices,
+            heads=p.heads, batch=p.batch, outer=p.outer, slices=slices, scale2=self.scale2,
         )  # fmt: skip
-        sizes = {
-            "tokens": p.tokens, "tiles": p.tiles, "blocks": p.blocks, "heads": p.heads,
-            "outer": p.outer, "batch": p.batch, "key_fold_stride": p.padded if self.masked else 0,
-        }  # fmt: skip
+        blocks = p.batch * p.heads * p.tiles**2 + -(-slices * p.padded // SMALL_THREADS)
+        self.prep_pair = Launch(
+            load(PREP_PAIR), blocks, SMALL_THREADS, pair,
+            pointers=("bias", "mask", "bias_s", "bias_st", "key_fold", "dropped_rows"),
+        )  # fmt: skip
+        dq, dk, dv = (self.map(g.written_shape, g.written_strides) for g in self.gradients)
+        q_bias = self.main_params(self.walk.groups, self.walk.items)
+        self.q_bias = self.main(load(Q_BIAS), self.walk.blocks, q_bias, {"dq": dq})
         groups = -(-p.outer // tuning(KV, p).slices)
         jobs = p.batch * groups * p.heads * p.blocks
-        self.main = MainParams(**sizes)
-        self.work = {KV: (groups, jobs), Q_BIAS: (walk.groups, walk.items)}
-        self.strips = StripParams(
-            stride=self.dbias.strides, tokens=p.tokens, tiles=p.used_tiles, heads=p.heads,
-            groups=walk.groups, jobs=walk.items, blocks=walk.blocks,
+        kv = self.main_params(groups, jobs)
+        blocks = min(jobs, self.multiprocessors)
+        self.kv = self.main(load(KV), blocks, kv, {"dk": dk, "dv": dv})
+        strips = StripParams(
+            stride=self.dbias_strides, tokens=p.tokens, tiles=p.used_tiles, heads=p.heads,
+            groups=self.walk.groups, jobs=self.walk.items, blocks=self.walk.blocks,
         )  # fmt: skip
-        return {
-            PREP_ROWS: p.batch * p.outer * slice_blocks,
-            PREP_PAIR: p.batch * p.heads * p.tiles**2 + -(-slices * p.padded // SMALL_THREADS),
-            KV: min(jobs, self.multiprocessors),
-            Q_BIAS: walk.blocks,
-            STRIPS: walk.strips * p.used_tiles,
-        }
+        blocks, pointers = self.walk.strips * p.used_tiles, ("partial", "dbias")
+        self.strips = Launch(load(STRIPS), blocks, SMALL_THREADS, strips, pointers=pointers)
 
-    def order(self, device: torch.device) -> Tensor:
-        """Return the order of the walk on the device."""
+    def main_params(self, groups: int, jobs: int) -> MainParams:
+        """Return the parameters of a main kernel, but for addresses and maps."""
+        p = self.problem
+        return MainParams(
+            tokens=p.tokens, tiles=p.tiles, blocks=p.blocks, heads=p.heads, outer=p.outer,
+            batch=p.batch, groups=groups, jobs=jobs, scale=self.scale, scale2=self.scale2,
+            key_fold_stride=p.padded if self.masked else 0,
+        )  # fmt: skip
+
+    def main(
+        self, kernel: jit.Kernel, blocks: int, params: MainParams, results: dict[str, MapLayout]
+    ) -> Launch:
+        """Return the launch of a main kernel that writes these gradients."""
+        maps = dict(zip(("q", "k", "v", "dout"), self.operands, strict=True)) | results
+        return Launch(kernel, blocks, THREADS, params, maps=maps, pointers=MAIN_POINTERS)
+
+    def order(self, device: torch.device) -> int:
+        """Return the address of the order of the walk on the device."""
         if self._order is None:
-            self._order = torch.tensor(self.walk.order(), dtype=torch.int32, device=device)
-        return self._order
-
-    def launch(self, name: str, params: ctypes.Structure, stream: int) -> None:
-        """Launch a kernel."""
-        kernel, grid, threads = self._launches[name]
-        kernel.launch(grid, threads, params, stream)
-
-    def encode(self, x: Tensor) -> TensorMap:
-        """Return the tensor map of x, one box a 64-token tile of one head."""
-        key = (x.data_ptr(), x.shape, x.stride())
-        if (found := self._maps.get(key)) is None:
-            if len(self._maps) >= MAPS_KEPT:
-                self._maps.clear()
-            found = self._maps[key] = tma.tensor_map(x, self.box, self.problem.width * 2)
-        return found
-
-    def operand(self, x: Tensor) -> tuple[Tensor, TensorMap]:
-        """Return x, or a copy of it that the copy engine can read, and its tensor map."""
-        found = self._maps.get((x.data_ptr(), x.shape, x.stride()))
-        if found is None:
-            x = tri_attn.mapped(x)
-            found = self.encode(x)
-        return x, found
+            self._order = _order(self.walk, device)
+        return self._order.data_ptr()
 
 
-@functools.cache  # never dropped: a captured graph keeps the address of the plan's order
-def plan(shape: torch.Size, wide_bias: bool, device: int, aligned: bool, layout: Layout) -> Plan:
-    """Return the plan of these sizes, compiling its kernels the first time.
+@functools.cache  # never dropped: captured graphs keep its address
+def _order(walk: Walk, device: torch.device) -> Tensor:
+    return torch.tensor(walk.order(), dtype=torch.int32, device=device)
 
-    shape: of q; aligned: out, its residual and dout begin at multiples of 16 bytes.
-    """
-    b, o, h, n, d = shape
-    problem = Problem(b, o, h, n, d, wide_bias)
-    rows = (_abstract(shape, layout.out), _abstract(shape, layout.dout))
-    vector = aligned and d == problem.width and all(map(tma.mappable, rows))
-    return Plan(problem, device, vector, layout)
+
+plan = launch.plan(Plan)

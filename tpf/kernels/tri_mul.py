@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, tma, tri_attn
+from tpf.kernels import jit, launch, tma, tri_attn
+from tpf.kernels.launch import Launch
 from tpf.kernels.reference import Direction, TriMulWeights
-from tpf.kernels.tma import TensorMap
+from tpf.kernels.tma import MapLayout, TensorMap
 
 ROWS = 64
 """Positions of one work item."""
@@ -39,6 +42,10 @@ class Grid(ctypes.Structure):
     _fields_ = [(name, _I32) for name in ("n", "pitch", "row_tiles", "tiles")]
 
 
+MaskLayout = tuple[int, tuple[int, ...]]
+"""Kind and strides of a mask."""
+
+
 class Mask(ctypes.Structure):
     """``Mask`` of tri_mul.cuh."""
 
@@ -46,15 +53,10 @@ class Mask(ctypes.Structure):
 
 
 MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
+NO_MASK: MaskLayout = 0, (0, 0, 0)
 
-_PackParams = tma.params_type(
-    "_PackParams",
-    [
-        *((name, _POINTER) for name in ("a_p", "b_p", "a_g", "b_g", "z", "g")),
-        *((name, _POINTER) for name in ("in_weight", "in_bias", "out_weight", "out_bias")),
-        ("packed", _POINTER),
-    ],
-)
+# The weights are in the order of ``in_kernel_order``.
+_PackParams = tma.params_type("_PackParams", [("weights", _POINTER * 10), ("packed", _POINTER)])
 _InParams = tma.params_type(
     "_InParams",
     [
@@ -149,10 +151,17 @@ class Variant(NamedTuple):
     threads: int
     shared: int
 
-    def launch(self, blocks: int, params: ctypes.Structure, device: int) -> None:
-        """Launch on PyTorch's current stream."""
+    def prepare(
+        self,
+        device: int,
+        blocks: int,
+        params: ctypes.Structure,
+        pointers: Sequence[str],
+        maps: Mapping[str, MapLayout] | None = None,
+    ) -> Launch:
+        """Return the launch on a device with these blocks."""
         kernel = jit.load(self.name, self.defines, device, self.shared)
-        kernel.launch((blocks, 1, 1), self.threads, params, tri_attn.raw_stream(device))
+        return Launch(kernel, blocks, self.threads, params, maps=maps, pointers=pointers)
 
 
 @functools.cache
@@ -185,131 +194,169 @@ def _forward_variant(
     return Variant(name, found, 128 * (consumers + 1), size)
 
 
-def grid_of(z: Tensor) -> Grid:
-    """Return the work items of z [B, N, N, C]."""
-    batch, n = z.shape[:2]
-    row_tiles = -(-n // ROWS)
-    return Grid(n, -(-n // 8) * 8, row_tiles, batch * n * row_tiles)
-
-
 def readable(x: Tensor) -> Tensor:
     """Return x, or a copy of it that the copy engine can read."""
     return x if tma.mappable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def positions_map(x: Tensor) -> TensorMap:
-    """Return the map of x [B, N, N, C]: boxes of 64 positions x 64 channels."""
-    return tma.tensor_map(x, (1, 1, ROWS, 64), 128)
-
-
-def square(x: Tensor) -> Tensor:
-    """Return [.., N, N] of a tensor [.., N, pitch]."""
-    n = x.shape[-2]
-    return x if x.shape[-1] == n else x[..., :n]
-
-
-def channels_map(x: Tensor) -> TensorMap:
-    """Return the map of x [B, H, N, pitch]: boxes of 64 channels x 64 positions."""
-    return tma.tensor_map(square(x), (1, 64, 1, ROWS), 128)
-
-
-def branches_map(ab: Tensor, box: int) -> TensorMap:
-    """Return the map of ab [2, B, H, N, pitch]: boxes of ``box`` channels x 64 positions."""
-    return tma.tensor_map(square(ab), (1, 1, box, 1, ROWS), 128)
-
-
-def matrices(x: Tensor) -> Tensor:
-    """Return x [B, H, N, pitch] as a batch of N x N matrices."""
-    return square(x.view(-1, *x.shape[-2:]))
-
-
-def _mask_params(mask: Tensor | None) -> Mask:
-    if mask is None:
-        return Mask()
-    return Mask(mask.data_ptr(), mask.stride(), MASK_KINDS[mask.dtype])
-
-
 def float_weights(weights: TriMulWeights) -> TriMulWeights:
     """Return the weights as dense FP32; the same tuple if they are."""
-    if all(w.dtype == torch.float32 and w.is_contiguous() for w in weights):
-        return weights
-    return TriMulWeights._make(w.float().contiguous() for w in weights)
+    for w in weights:
+        if w.dtype is not torch.float32 or not w.is_contiguous():
+            return TriMulWeights._make(w.float().contiguous() for w in weights)
+    return weights
 
 
-class Saved(NamedTuple):
-    """What the backward needs beside z and the weights."""
-
-    ab: Tensor
-    """a and b, bf16 [2, B, H, N, pitch]; the pitch is N rounded up to 8."""
-    x: Tensor
-    """Their contraction, bf16 [B, H, N, pitch]."""
-    stats: Tensor
-    """FP32: of every position of z four, then of every position of x two (tri_mul_*.cu)."""
-    packed: Tensor
-    """Weights of the kernels, bytes."""
+in_kernel_order: Callable[[TriMulWeights], tuple[Tensor, ...]] = operator.attrgetter(
+    "linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_z", "linear_g",
+    "layer_norm_in_weight", "layer_norm_in_bias", "layer_norm_out_weight", "layer_norm_out_bias",
+)  # fmt: skip
+"""The weights as the kernels' parameters list them."""
 
 
-def saved_like(z: Tensor, hidden: int) -> Saved:
-    """Allocate what the forward saves for z [B, N, N, C]."""
-    batch, n, _, c = z.shape
-    pitch = (n + 7) // 8 * 8
-    return Saved(
-        z.new_empty((2, batch, hidden, n, pitch)),
-        z.new_empty((batch, hidden, n, pitch)),
-        z.new_empty(6 * batch * n * pitch, dtype=torch.float32),
-        z.new_empty(Sizes(c, hidden).packed, dtype=torch.uint8),
-    )
+class View(NamedTuple):
+    """A batch of matrices in a BF16 workspace; strides and offset in elements."""
+
+    size: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    offset: int
+
+    def of(self, room: Tensor) -> Tensor:
+        """Return the view of a workspace, which begins its storage."""
+        return room.as_strided(self.size, self.strides, self.offset)
 
 
-def stats_pointers(saved: Saved) -> tuple[int, int]:
-    """Return the addresses of the statistics of z and of x."""
-    start = saved.stats.data_ptr()
-    return start, start + saved.stats.numel() // 6 * 16
+class Shape(NamedTuple):
+    """Sizes of a call: z is [B, N, N, C]."""
+
+    batch: int
+    n: int
+    sizes: Sizes
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of a, b or x to the next."""
+        return (self.n + 7) // 8 * 8
+
+    @property
+    def hidden_elements(self) -> int:
+        """Elements of x, and of a or b."""
+        return self.batch * self.sizes.hidden * self.n * self.pitch
+
+    @property
+    def grid(self) -> Grid:
+        """Work items."""
+        row_tiles = -(-self.n // ROWS)
+        return Grid(self.n, self.pitch, row_tiles, self.batch * self.n * row_tiles)
+
+    def blocks(self, device: int) -> int:
+        """Return the thread blocks of the kernels that walk the items."""
+        row_tiles = -(-self.n // ROWS)
+        return min(self.batch * self.n * row_tiles, tri_attn.processors(device))
+
+    def positions(self, strides: tuple[int, ...] | None = None) -> MapLayout:
+        """Return the map of [B, N, N, C], dense without strides: 64 positions x 64 channels."""
+        b, n, c = self.batch, self.n, self.sizes.c
+        dense = n * n * c, n * c, c, 1
+        return MapLayout((b, n, n, c), strides or dense, (1, 1, ROWS, 64), 128)
+
+    def channels(self) -> MapLayout:
+        """Return the map of x [B, H, N, pitch]: boxes of 64 channels x 64 positions."""
+        b, n, hidden, matrix = self.batch, self.n, self.sizes.hidden, self.n * self.pitch
+        strides = hidden * matrix, matrix, self.pitch, 1
+        return MapLayout((b, hidden, n, n), strides, (1, 64, 1, ROWS), 128)
+
+    def branches(self) -> MapLayout:
+        """Return the map of [a; b] [2, B, H, N, pitch]: boxes of channels x 64 positions."""
+        x = self.channels()
+        box = 1, 1, self.sizes.box, 1, ROWS
+        return MapLayout((2, *x.shape), (self.hidden_elements, *x.strides), box, 128)
+
+    def matrices(self, byte: int) -> View:
+        """Return [B H, N, N] of a, b or x at a byte of a workspace."""
+        size = self.batch * self.sizes.hidden, self.n, self.n
+        return View(size, (self.n * self.pitch, self.pitch, 1), byte // 2)
 
 
-def pack_weights(weights: TriMulWeights, packed: Tensor, sizes: Sizes, device: int) -> None:
-    """Write the dense FP32 weights as the kernels read them."""
-    w = weights
-    order = (
-        w.linear_a_p, w.linear_b_p, w.linear_a_g, w.linear_b_g, w.linear_z, w.linear_g,
-        w.layer_norm_in_weight, w.layer_norm_in_bias, w.layer_norm_out_weight,
-        w.layer_norm_out_bias, packed,
-    )  # fmt: skip
-    params = _PackParams(*(x.data_ptr() for x in order))
-    forward_variants(sizes)[PACK].launch(sizes.packed_rows // PACK_ROWS, params, device)
+class Saved:
+    """What the backward needs beside z and the weights, in one BF16 tensor; offsets in bytes.
+
+    a and b [2, B, H, N, pitch], their contraction x [B, H, N, pitch], FP32 statistics (of every
+    position of z four, then of every position of x two) and the weights of the kernels.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        positions = shape.batch * shape.n * shape.pitch
+        parts = {
+            "ab": 4 * shape.hidden_elements, "x": 2 * shape.hidden_elements,
+            "z_stats": 16 * positions, "x_stats": 8 * positions, "packed": shape.sizes.packed,
+        }  # fmt: skip
+        offsets, size = launch.lay_out(parts)
+        self.elements = size // 2
+        self.x, self.packed = offsets["x"], offsets["packed"]
+        self.z_stats, self.x_stats = offsets["z_stats"], offsets["x_stats"]
+        self.a_view = shape.matrices(0)
+        self.b_view = shape.matrices(2 * shape.hidden_elements)
+        self.x_view = shape.matrices(self.x)
 
 
-def contract(a: Tensor, b: Tensor, x: Tensor, direction: Direction) -> None:
-    """Write the contraction of a and b [B, H, N, pitch] to x."""
-    a, b = matrices(a), matrices(b)
-    left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
-    torch.bmm(left, right, out=matrices(x))
+class _Forward:
+    """Launches and sizes of the forward."""
+
+    def __init__(
+        self, shape: Shape, strides: tuple[int, ...], mask: MaskLayout, device: int
+    ) -> None:
+        sizes, blocks = shape.sizes, shape.blocks(device)
+        variants, kind = forward_variants(sizes), mask[0]
+        self.saved = Saved(shape)
+        pack_blocks, pointers = sizes.packed_rows // PACK_ROWS, ["weights", "packed"]
+        self.pack = variants[PACK].prepare(device, pack_blocks, _PackParams(), pointers)
+        params = _InParams(grid=shape.grid, mask=Mask(None, mask[1], kind))
+        z = shape.positions(strides)
+        self.in_ = variants[IN].prepare(
+            device, blocks, params, ("packed", "stats", "mask"), {"z": z, "ab": shape.branches()}
+        )
+        maps = {"z": z, "x": shape.channels(), "out": shape.positions()}
+        pointers = ["packed", "z_stats", "x_stats"]
+        params = _OutParams(grid=shape.grid)
+        self.out = variants[OUT].prepare(device, blocks, params, pointers, maps)
+
+
+@launch.plan
+def _forward(
+    shape: tuple[int, ...], strides: tuple[int, ...], hidden: int,
+    mask: MaskLayout, device: int,
+) -> _Forward:  # fmt: skip
+    batch, n, _, c = shape
+    return _Forward(Shape(batch, n, Sizes(c, hidden)), strides, mask, device)
 
 
 def tri_mul_fwd(
     z: Tensor, mask: Tensor | None, weights: TriMulWeights, direction: Direction
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, Tensor]:
     """Launch the forward kernels: z bf16 [B, N, N, C], mask [B, N, N] or None, any weights' dtype.
 
-    Returns the update [B, N, N, C] and what the backward needs.
+    Returns the update [B, N, N, C] and what the backward needs, a tensor laid out by ``Saved``.
     """
-    device = tri_attn.device_index(z)
-    z, grid = readable(z), grid_of(z)
-    weights = float_weights(weights)
-    sizes = Sizes(z.shape[-1], weights.linear_a_p.shape[0])
-    variants = forward_variants(sizes)
-    blocks = min(grid.tiles, tri_attn.processors(device))
-    out, saved = z.new_empty(z.shape), saved_like(z, sizes.hidden)
+    z, weights = readable(z), float_weights(weights)
     if mask is not None and mask.dtype not in MASK_KINDS:
         mask = mask.float()
-    pack_weights(weights, saved.packed, sizes, device)
-    z_stats, x_stats = stats_pointers(saved)
-    z_map, packed = positions_map(z), saved.packed.data_ptr()
-    params = _InParams(
-        z_map, branches_map(saved.ab, sizes.box), packed, z_stats, _mask_params(mask), grid
-    )
-    variants[IN].launch(blocks, params, device)
-    contract(saved.ab[0], saved.ab[1], saved.x, direction)
-    maps = z_map, channels_map(saved.x), positions_map(out)
-    variants[OUT].launch(blocks, _OutParams(*maps, packed, z_stats, x_stats, grid), device)
+    kind, mask_at = NO_MASK, 0
+    if mask is not None:
+        kind, mask_at = (MASK_KINDS[mask.dtype], mask.stride()), mask.data_ptr()
+    device = tri_attn.device_index(z)
+    plan = _forward(z.shape, z.stride(), weights.linear_a_p.shape[0], kind, device)
+    parts, stream = plan.saved, tri_attn.raw_stream(device)
+    out = torch.empty_like(z, memory_format=torch.contiguous_format)
+    saved = z.new_empty(parts.elements)
+    at, z_at = saved.data_ptr(), z.data_ptr()
+    packed, z_stats = at + parts.packed, at + parts.z_stats
+    weights_at = [w.data_ptr() for w in in_kernel_order(weights)]
+    plan.pack(stream, (), (*weights_at, packed))
+    plan.in_(stream, (z_at, at), (packed, z_stats, mask_at))
+    a, b, x = parts.a_view.of(saved), parts.b_view.of(saved), parts.x_view.of(saved)
+    left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
+    torch.bmm(left, right, out=x)
+    maps = z_at, at + parts.x, out.data_ptr()
+    plan.out(stream, maps, (packed, z_stats, at + parts.x_stats))
     return out, saved

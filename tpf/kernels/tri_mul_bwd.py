@@ -13,10 +13,19 @@ import functools
 import torch
 from torch import Tensor
 
-from tpf.kernels import tma, tri_attn, tri_mul
+from tpf.kernels import launch, tma, tri_attn, tri_mul
 from tpf.kernels.reference import Direction, TriMulWeights
 from tpf.kernels.tma import TensorMap
-from tpf.kernels.tri_mul import BACKWARD_CONSUMERS, TILE_BYTES, Grid, Saved, Sizes, Variant
+from tpf.kernels.tri_mul import (
+    BACKWARD_CONSUMERS,
+    TILE_BYTES,
+    Grid,
+    Saved,
+    Shape,
+    Sizes,
+    Variant,
+    in_kernel_order,
+)
 
 BWD_IN, BWD_OUT, GRADS = "tri_mul_bwd_in", "tri_mul_bwd_out", "tri_mul_grads"
 GRADS_THREADS = 288
@@ -43,10 +52,7 @@ _GradsParams = tma.params_type(
     "_GradsParams",
     [
         *((name, _POINTER) for name in ("in_partial", "out_partial")),
-        *((name, _POINTER) for name in ("a_p", "b_p", "a_g", "b_g", "z", "g")),
-        *((name, _POINTER) for name in ("in_weight", "in_bias", "out_weight", "out_bias")),
-        *((f"d_{name}", _POINTER) for name in ("a_p", "b_p", "a_g", "b_g", "z", "g")),
-        *((f"d_{name}", _POINTER) for name in ("in_weight", "in_bias", "out_weight", "out_bias")),
+        *((name, _POINTER * 10) for name in ("weights", "gradients")),  # as in_kernel_order
         *((name, _POINTER) for name in ("in_shares", "out_shares", "ticket")),
         *((name, _I32) for name in ("in_slots", "out_slots")),
     ],
@@ -75,85 +81,115 @@ def backward_variants(sizes: Sizes) -> dict[str, Variant]:
 
 
 class Workspace:
-    """Partial weight gradients: sizes in floats of what the blocks leave behind."""
+    """Room of a backward call in one BF16 tensor; offsets in bytes.
 
-    def __init__(self, sizes: Sizes, blocks: int) -> None:
+    da and db; dx, later the partial weight gradients of the passes over z; those of the output
+    side; what the blocks share. Partials are FP32, one slot for each team of a block.
+    """
+
+    def __init__(self, shape: Shape, blocks: int) -> None:
+        sizes = shape.sizes
         c, hidden = sizes.c_tiles, sizes.hidden_tiles
         self.in_slots = blocks * (BACKWARD_CONSUMERS // sizes.team)
         self.out_slots = blocks * (BACKWARD_CONSUMERS // c)
-        self.in_pass = self.in_slots * sizes.team * 64 * (2 * c * 64 + 8)
-        self.out_partial = self.out_slots * c * 64 * ((hidden + c) * 64 + 8)
-        self.in_shares = 2 * (2 * sizes.hidden + sizes.c) * sizes.c
-        self.out_shares = 2 * sizes.c * sizes.hidden
-        self.common = self.out_partial + self.in_shares + self.out_shares + 4
+        self.in_pass = 4 * self.in_slots * sizes.team * 64 * (2 * c * 64 + 8)
+        dx, partials = 2 * shape.hidden_elements, self.in_pass * sizes.passes
+        parts = {
+            "dab": 2 * dx,
+            "dx": max(dx, partials),
+            "out_partial": 4 * self.out_slots * c * 64 * ((hidden + c) * 64 + 8),
+            "in_shares": 4 * 2 * (2 * sizes.hidden + sizes.c) * sizes.c,
+            "out_shares": 4 * 2 * sizes.c * sizes.hidden,
+            "ticket": 4,
+        }
+        offsets, size = launch.lay_out(parts)
+        self.elements = size // 2
+        self.dx = self.in_partial = offsets["dx"]
+        self.out_partial, self.ticket = offsets["out_partial"], offsets["ticket"]
+        self.in_shares, self.out_shares = offsets["in_shares"], offsets["out_shares"]
+        self.da_view, self.db_view = shape.matrices(0), shape.matrices(dx)
+        self.dx_view = shape.matrices(self.dx)
 
 
-def branch_gradients(dx: Tensor, ab: Tensor, direction: Direction) -> Tensor:
-    """Return da and db [2, B, H, N, pitch] of the contraction."""
-    dab = torch.empty_like(ab)
-    dx, a, b = (tri_mul.matrices(t) for t in (dx, ab[0], ab[1]))
-    da, db = tri_mul.matrices(dab[0]), tri_mul.matrices(dab[1])
+class _Backward:
+    """Launches and sizes of the backward."""
+
+    def __init__(
+        self, shape: Shape, strides: tuple[int, ...], dout_strides: tuple[int, ...], device: int
+    ) -> None:
+        sizes, grid, blocks = shape.sizes, shape.grid, shape.blocks(device)
+        variants = backward_variants(sizes)
+        self.saved, self.work = Saved(shape), Workspace(shape, blocks)
+        z, carry = shape.positions(strides), shape.positions()
+        x, dout = shape.channels(), shape.positions(dout_strides)
+        maps = {"z": z, "x": x, "dout": dout, "dx": x, "carry": carry}
+        pointers = ["packed", "z_stats", "x_stats", "partial", "ticket"]
+        params = _BwdOutParams(grid=grid)
+        self.out = variants[BWD_OUT].prepare(device, blocks, params, pointers, maps)
+        maps = {"z": z, "d": shape.branches(), "carry": carry}
+        pointers = ["packed", "stats", "partial"]
+        self.passes = []
+        for index in range(sizes.passes):
+            variant = variants[f"{BWD_IN}_{int(index == sizes.passes - 1)}"]
+            params = _BwdInParams(grid=grid, unit=index * sizes.team)
+            self.passes.append(variant.prepare(device, blocks, params, pointers, maps))
+        params = _GradsParams(in_slots=self.work.in_slots, out_slots=self.work.out_slots)
+        pointers = ["in_partial", "out_partial", "weights", "gradients"]
+        pointers += ["in_shares", "out_shares", "ticket"]
+        rows = 2 * sizes.hidden + sizes.c
+        self.grads = variants[GRADS].prepare(device, rows, params, pointers)
+
+
+@launch.plan
+def _backward(
+    shape: tuple[int, ...], strides: tuple[int, ...], dout_strides: tuple[int, ...],
+    hidden: int, device: int,
+) -> _Backward:  # fmt: skip
+    batch, n, _, c = shape
+    return _Backward(Shape(batch, n, Sizes(c, hidden)), strides, dout_strides, device)
+
+
+def _branch_gradients(plan: _Backward, saved: Tensor, room: Tensor, direction: Direction) -> None:
+    """Write da and db of the contraction."""
+    a, b = plan.saved.a_view.of(saved), plan.saved.b_view.of(saved)
+    work = plan.work
+    dx, da, db = work.dx_view.of(room), work.da_view.of(room), work.db_view.of(room)
     if direction == "outgoing":
         torch.bmm(dx, b, out=da)
         torch.bmm(dx.mT, a, out=db)
     else:
         torch.bmm(b, dx.mT, out=da)
         torch.bmm(a, dx, out=db)
-    return dab
-
-
-def _kernel_order(w: TriMulWeights) -> tuple[Tensor, ...]:
-    return (
-        w.linear_a_p, w.linear_b_p, w.linear_a_g, w.linear_b_g, w.linear_z, w.linear_g,
-        w.layer_norm_in_weight, w.layer_norm_in_bias, w.layer_norm_out_weight,
-        w.layer_norm_out_bias,
-    )  # fmt: skip
 
 
 def tri_mul_bwd(
-    dout: Tensor, z: Tensor, weights: TriMulWeights, direction: Direction, saved: Saved
+    dout: Tensor, z: Tensor, weights: TriMulWeights, direction: Direction, saved: Tensor
 ) -> tuple[Tensor, TriMulWeights]:
     """Launch the backward kernels; saved is what the forward of the same z and weights saved.
 
     Returns dz bf16 [B, N, N, C] and the gradients of the weights in their dtypes. Deterministic.
     """
+    z, dout, wide = tri_mul.readable(z), tri_mul.readable(dout), tri_mul.float_weights(weights)
+    saved = saved if saved.storage_offset() == 0 else saved.clone()
     device = tri_attn.device_index(z)
-    z, dout, grid = tri_mul.readable(z), tri_mul.readable(dout), tri_mul.grid_of(z)
-    wide = tri_mul.float_weights(weights)
-    sizes = Sizes(z.shape[-1], wide.linear_a_p.shape[0])
-    variants = backward_variants(sizes)
-    blocks = min(grid.tiles, tri_attn.processors(device))
-    work = Workspace(sizes, blocks)
-    common = torch.empty(work.common, dtype=torch.float32, device=z.device)
-    in_shares = common.data_ptr() + 4 * work.out_partial
-    out_shares = in_shares + 4 * work.in_shares
-    ticket = out_shares + 4 * work.out_shares
-    dz, dx = z.new_empty(z.shape), torch.empty_like(saved.x)
-    z_map, carry = tri_mul.positions_map(z), tri_mul.positions_map(dz)
-    packed, stats = saved.packed.data_ptr(), tri_mul.stats_pointers(saved)
-    params = _BwdOutParams(
-        z_map, tri_mul.channels_map(saved.x), tri_mul.positions_map(dout),
-        tri_mul.channels_map(dx), carry, packed, *stats, common.data_ptr(), ticket, grid,
-    )  # fmt: skip
-    variants[BWD_OUT].launch(blocks, params, device)
-    dab = branch_gradients(dx, saved.ab, direction)
-    del dx  # its room serves for the partials
-    partial = torch.empty(work.in_pass * sizes.passes, dtype=torch.float32, device=z.device)
-    d_map = tri_mul.branches_map(dab, sizes.box)
-    for index in range(sizes.passes):
-        params = _BwdInParams(
-            z_map, d_map, carry, packed, stats[0], partial.data_ptr() + 4 * work.in_pass * index,
-            grid, index * sizes.team,
-        )  # fmt: skip
-        last = int(index == sizes.passes - 1)
-        variants[f"{BWD_IN}_{last}"].launch(blocks, params, device)
-    grads = TriMulWeights._make(torch.empty_like(w) for w in wide)
-    params = _GradsParams(
-        partial.data_ptr(), common.data_ptr(), *(w.data_ptr() for w in _kernel_order(wide)),
-        *(g.data_ptr() for g in _kernel_order(grads)), in_shares, out_shares, ticket,
-        work.in_slots, work.out_slots,
-    )  # fmt: skip
-    variants[GRADS].launch(2 * sizes.hidden + sizes.c, params, device)
+    plan = _backward(z.shape, z.stride(), dout.stride(), wide.linear_a_p.shape[0], device)
+    kept, work, stream = plan.saved, plan.work, tri_attn.raw_stream(device)
+    dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+    grads = TriMulWeights._make([torch.empty_like(w) for w in wide])
+    room = z.new_empty(work.elements)
+    at, saved_at, z_at, dz_at = room.data_ptr(), saved.data_ptr(), z.data_ptr(), dz.data_ptr()
+    packed, z_stats, ticket = saved_at + kept.packed, saved_at + kept.z_stats, at + work.ticket
+    out_partial, in_partial = at + work.out_partial, at + work.in_partial
+    maps = z_at, saved_at + kept.x, dout.data_ptr(), at + work.dx, dz_at
+    plan.out(stream, maps, (packed, z_stats, saved_at + kept.x_stats, out_partial, ticket))
+    _branch_gradients(plan, saved, room, direction)
+    for index, pass_over_z in enumerate(plan.passes):
+        partial = in_partial + index * work.in_pass
+        pass_over_z(stream, (z_at, at, dz_at), (packed, z_stats, partial))
+    weights_at = [w.data_ptr() for w in in_kernel_order(wide)]
+    grads_at = [g.data_ptr() for g in in_kernel_order(grads)]
+    shares = at + work.in_shares, at + work.out_shares, ticket
+    plan.grads(stream, (), (in_partial, out_partial, *weights_at, *grads_at, *shares))
     if wide is not weights:
         grads = TriMulWeights._make(g.to(w.dtype) for g, w in zip(grads, weights, strict=True))
     return dz, grads

@@ -106,8 +106,10 @@ def _fitted_rmsd(sample: Sample, atoms: Bools) -> float:
 def _ligand_rmsd(
     structure: Structure, sample: Sample, backbone: Bools, chains: tuple[int, int]
 ) -> float:
-    """RMSD of the shorter chain's backbone after a fit on the longer (ties: the first) chain."""
-    n_residues = [len(np.unique(structure.residue[structure.chain == c])) for c in chains]
+    """RMSD of one backbone after a fit on that with more resolved residues (ties: the first)."""
+    n_residues = [
+        len(np.unique(structure.residue[backbone & (structure.chain == c)])) for c in chains
+    ]
     receptor, ligand = chains if n_residues[0] >= n_residues[1] else chains[::-1]
     moved = superpose(sample.predicted, sample.truth, backbone & (structure.chain == receptor))
     return rmsd(moved, sample.truth, backbone & (structure.chain == ligand))

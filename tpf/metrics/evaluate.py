@@ -11,6 +11,7 @@ from tpf.geometry import token_frames
 from tpf.metrics.clash import clash_metrics, has_clash
 from tpf.metrics.confidence import Confidence, confidence_metrics
 from tpf.metrics.dockq import dockq_metrics
+from tpf.metrics.kinase import kinase_metrics
 from tpf.metrics.lddt import lddt_metrics, lddt_pocket
 from tpf.metrics.ligand import ligand_metrics
 from tpf.metrics.rasa import exposure, rasa
@@ -36,7 +37,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the metrics of one sample by name; those that the target lacks are left out.
 
-    ``extras`` adds what OpenFold3 does not have: lddt_pocket, pocket-aligned ligand RMSD, DockQ.
+    ``extras`` adds what OpenFold3 does not have: lddt_pocket, pocket-aligned ligand RMSD, DockQ,
+    and of kinases where the phenylalanine of DFG lies.
     """
     scored = scored or Scored.everything(structure)
     found = lddt_metrics(structure, sample, scored)
@@ -56,6 +58,7 @@ def evaluate(
         found |= {} if pocket is None else {"lddt_pocket": pocket}
         found |= ligand_metrics(structure, sample, scored)
         found |= dockq_metrics(structure, sample, scored)
+        found |= kinase_metrics(structure, sample, scored)
     return found
 
 
@@ -105,15 +108,8 @@ def evaluate_samples(
     confidence metrics are added.
     """
     structure = from_features(unbatch(batch, entry))
-    atoms = structure.n_atoms
-    positions, resolved = truth
     results = []
-    for s in range(x.shape[1]):
-        sample = Sample.make(
-            x[entry, s, :atoms].detach().cpu(),
-            positions[entry, s, :atoms].detach().cpu(),
-            resolved[entry, s, :atoms].detach().cpu(),
-        )
+    for s, sample in enumerate(make_samples(structure, x, truth, entry)):
         confidence = None
         if heads is not None and distogram is not None:
             confidence = sample_confidence(batch, x, heads, distogram, entry=entry, index=s)
@@ -121,3 +117,19 @@ def evaluate_samples(
             evaluate(structure, sample, scored=scored, confidence=confidence, extras=extras)
         )
     return results
+
+
+def make_samples(
+    structure: Structure, x: Tensor, truth: tuple[Tensor, Tensor], entry: int = 0
+) -> list[Sample]:
+    """Return the samples of one batch entry without padding; arguments as ``evaluate_samples``."""
+    atoms = structure.n_atoms
+    positions, resolved = truth
+    return [
+        Sample.make(
+            x[entry, s, :atoms].detach().cpu(),
+            positions[entry, s, :atoms].detach().cpu(),
+            resolved[entry, s, :atoms].detach().cpu(),
+        )
+        for s in range(x.shape[1])
+    ]

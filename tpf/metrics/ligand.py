@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpf.data.tables import LIGAND, PROTEIN
+from tpf.data.chem import CRYSTAL_AIDS
+from tpf.data.tables import LIGAND, PROTEIN, Tables
 from tpf.metrics.pairs import within
 from tpf.metrics.structure import Bools, Floats, Ints, Sample, Scored, Structure
 from tpf.metrics.superpose import superpose
@@ -18,6 +19,9 @@ MIN_POCKET = 3
 SUCCESS = 2.0
 """Angstrom; a pose below counts as found."""
 BACKBONE = ("N", "CA", "C", "O")
+NUCLEOTIDE = {"C1'", "C4'", "O4'", "O5'"}
+"""Atoms that a nucleotide has, besides phosphorus."""
+PHOSPHORUS = 15
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,30 @@ def ligand_metrics(structure: Structure, sample: Sample, scored: Scored) -> dict
         "ligand_rmsd_pocket_backbone": float(values[:, 1].mean()),
         "ligand_success": float((values[:, 0] < SUCCESS).mean()),
     }
+
+
+def ligand_class(tables: Tables, chain: int) -> str:
+    """Return what kind of ligand a chain of an entry is.
+
+    One of covalent (bonded to a polymer), ion (one atom), crystal aid (AF3 SI Table 9), glycan
+    (several residues), nucleotide, and small molecule.
+    """
+    residues = np.flatnonzero(tables.res_chain == chain)
+    atoms = np.flatnonzero(np.isin(tables.atom_residue, residues))
+    owner = tables.res_chain[tables.atom_residue[tables.bonds]]
+    partners = owner[(owner == chain).any(axis=1)].ravel()
+    if (tables.chain_type[partners] != LIGAND).any():
+        return "covalent"
+    if len(atoms) == 1:
+        return "ion"
+    if set(tables.res_name[residues].tolist()) <= CRYSTAL_AIDS:
+        return "crystal aid"
+    if len(residues) > 1:
+        return "glycan"
+    phosphorus = bool((tables.element[atoms] == PHOSPHORUS).any())
+    if phosphorus and set(tables.atom_name[atoms].tolist()) >= NUCLEOTIDE:
+        return "nucleotide"
+    return "small molecule"
 
 
 def _pocket(structure: Structure, sample: Sample, ligand: Ints) -> Bools:

@@ -44,6 +44,19 @@ class SeedResult:
 
 
 @dataclass(frozen=True)
+class LigandResult:
+    """Pose of one ligand of a target, of the top-1 sample of each seed that has one."""
+
+    chain: str
+    component: str
+    """Codes of its residues."""
+    kind: str
+    """Class (``tpf.metrics.ligand.ligand_class``)."""
+    rmsd: list[float]
+    """Pocket-aligned, Angstrom."""
+
+
+@dataclass(frozen=True)
 class TargetResult:
     """One target under all seeds."""
 
@@ -54,6 +67,10 @@ class TargetResult:
     """Scored chains."""
     interfaces: int = 0
     """Scored pairs of chains."""
+    ligands: list[LigandResult] = field(default_factory=list)
+    """Filled by ``validate.extras``."""
+    group: str = ""
+    """From ``--groups``."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +149,7 @@ def from_dict(document: Mapping[str, Any]) -> Validation:
         return Validation(
             checkpoint=document["checkpoint"],
             settings=dict(document["settings"]),
-            targets=[
-                TargetResult(
-                    t["id"],
-                    t["n_tokens"],
-                    [SeedResult(**s) for s in t["seeds"]],
-                    t["chains"],
-                    t["interfaces"],
-                )
-                for t in document["targets"]
-            ],
+            targets=[target_from_dict(t) for t in document["targets"]],
             dataset={k: DatasetValue(**v) for k, v in document["dataset"].items()},
             model_selection=ModelSelection(
                 value=document["model_selection"]["value"],
@@ -154,9 +162,18 @@ def from_dict(document: Mapping[str, Any]) -> Validation:
         raise UsageError(f"metrics.json does not have the expected fields ({error})") from error
 
 
+def target_from_dict(document: Mapping[str, Any]) -> TargetResult:
+    """Rebuild one target; raise ``KeyError`` or ``TypeError`` for what is missing or unknown."""
+    parts = {
+        "seeds": [SeedResult(**seed) for seed in document["seeds"]],
+        "ligands": [LigandResult(**ligand) for ligand in document["ligands"]],
+    }
+    return TargetResult(**{**document, **parts})
+
+
 def write_json(result: Validation, path: Path) -> None:
-    """Write metrics.json by rename, so that a reader never sees half a file."""
-    _write(path, json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n")
+    """Write metrics.json."""
+    write_text(path, json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Validation:
@@ -181,7 +198,7 @@ def write_csv(result: Validation, path: Path) -> None:
     table.writerow(["id", "n_tokens", "seed", "choice", *names])
     for *head, values in _rows(result):
         table.writerow([*head, *(f"{values[n]:.6g}" if n in values else "" for n in names)])
-    _write(path, buffer.getvalue())
+    write_text(path, buffer.getvalue())
 
 
 def _rows(result: Validation) -> list[tuple[str, int, int, str, dict[str, float]]]:
@@ -250,7 +267,8 @@ def correlations(result: Validation) -> dict[str, float]:
     return found
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file by rename, so that a reader never sees half of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text)

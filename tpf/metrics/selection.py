@@ -11,7 +11,7 @@ from tpf.errors import UsageError
 
 Metrics = Mapping[str, float]
 
-LOWER_IS_BETTER = ("rmsd", "drmsd", "clash", "has_clash", "gpde", "ligand_rmsd")
+LOWER_IS_BETTER = ("rmsd", "drmsd", "clash", "has_clash", "gpde", "ligand_rmsd", "dfg_shift")
 """Prefixes of metrics whose best sample has the smallest value."""
 ALL_SAMPLES = ("rasa",)
 """Metrics of a target that count only if every sample has them (metrics.md A6)."""

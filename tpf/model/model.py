@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpf.config import ModelConfig
 from tpf.errors import UsageError
+from tpf.model import graphs
 from tpf.model.diffusion import DenoiserContext, DiffusionModule, Trunk
 from tpf.model.embed import InputEmbedder, InputEmbedding
 from tpf.model.heads import AuxHeads
@@ -113,7 +114,7 @@ class Model(nn.Module):
         """Sample structures [B, S, A, 3] in Angstrom (AF3 Alg 18); padded atoms are zero."""
         layout = context.layout
         return sample(
-            lambda x, t: self.diffusion_module(context, x, t),
+            graphs.bind(self.diffusion_module, context),
             layout.mask[:, : layout.n_atoms],
             n_samples,
             noise_schedule(n_steps, self.cfg.sigma_data),

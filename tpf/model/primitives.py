@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tpf.kernels.ops import Impl
 from tpf.kernels.pair_layers import TransitionWeights, add_transition, fusable
+from tpf.model import graphs
+from tpf.model.dropout import dropout_factors
 
 Init = Literal["default", "relu", "gating", "gating_ada_zero", "final"]
 
@@ -37,11 +40,15 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def remat(function: Callable[..., T], *args: Any, enabled: bool) -> T:  # noqa: ANN401
-    """Call ``function(*args)``; with ``enabled``, recompute its activations in the backward."""
-    if enabled and torch.is_grad_enabled():
-        result: T = checkpoint(function, *args, use_reentrant=False)
-        return result
-    return function(*args)
+    """Call ``function(*args)``; with ``enabled``, recompute its activations in the backward.
+
+    Inside ``graphs.using`` it is replayed as a CUDA graph where it can be, then always recomputed.
+    """
+    again = enabled and torch.is_grad_enabled()
+    eager: Callable[..., T] = (
+        partial(checkpoint, function, use_reentrant=False) if again else function
+    )
+    return graphs.call(function, args, eager)
 
 
 class Layer(nn.Module):
@@ -193,7 +200,7 @@ def dropout_scale(x: Tensor, rate: float, axis: int, training: bool) -> Tensor |
         return None
     shape = list(x.shape)
     shape[axis] = 1
-    return F.dropout(x.new_ones(shape), rate)
+    return dropout_factors(x, shape, rate)
 
 
 def shared_dropout(x: Tensor, rate: float, axis: int, training: bool) -> Tensor:

@@ -145,7 +145,8 @@ class ConditionedBlock(Layer):
         return a + self.conditioned_transition(a, mod, mask)
 
     def conditioned(self, a: Tensor, s: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        return self(a, self.modulation(s), bias, mask)
+        # The view makes the block's gradient of s one sum, before that of other blocks is added.
+        return self(a, self.modulation(s.view_as(s)), bias, mask)
 
 
 class ConditionedStack(Layer):

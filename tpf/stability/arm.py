@@ -24,11 +24,11 @@ from tpf import checkpoint
 from tpf.bench.backends import UnavailableError
 from tpf.checkpoint import write_text
 from tpf.config import Config, load
-from tpf.errors import TpfError, UsageError
-from tpf.guard import NonFinite
+from tpf.errors import NonFinite, TpfError, UsageError
 from tpf.runfolder import RunFolder
 from tpf.stability import attention, faults, probe
-from tpf.train import Options, Trainer, train
+from tpf.train import Options, train
+from tpf.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tpf.model.pairformer import PairformerStack, TriangleAttention
 from tpf.model.primitives import head_bias
-from tpf.train import Trainer
+from tpf.trainer import Trainer
 
 EVERY = 25
 """Updates between two measurements of the magnitudes."""

@@ -1,0 +1,100 @@
+"""Runs of several ranks as forked processes: no launcher, nothing to import anew."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpf import dist
+from tpf.cli.display import Silent
+from tpf.config import Config, load
+from tpf.train import Options, train
+from tpf.trainer import Trainer
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
+SMALL = [
+    f"data.path={EXAMPLES / '1ubq.cif.gz'}",
+    "data.crop=16",
+    "data.conformers=ideal",
+    "model.pairformer_blocks=1",
+    "model.diffusion_blocks=1",
+    "train.lr=2e-3",
+    "train.warmup=2",
+    "train.diffusion_samples=1",
+    "train.rollout_steps=1",
+    "train.checkpoint_every=2",
+    "train.batch_size=4",
+    "train.steps=2",
+]
+Prepare = Callable[[Trainer], None]
+
+
+def small(*overrides: str) -> Config:
+    return load("tiny", [*SMALL, *overrides])
+
+
+class Messages(Silent):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    error: Exception | None
+    messages: list[str]
+
+
+def run_ranks(
+    size: int, config: Config, options: Options, faults: dict[int, Prepare] | None = None
+) -> list[Ended | int]:
+    """Train on forked ranks and return how each ended: an exit code where it could not say.
+
+    ``faults`` are called on their ranks before the first step.
+    """
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(size):
+        receive, send = context.Pipe(duplex=False)
+        mine = replace(options, prepare=(faults or {}).get(rank))
+        arguments = (send, rank, size, port, config, mine)
+        processes.append(context.Process(target=_one, args=arguments))
+        processes[-1].start()
+        send.close()
+        pipes.append(receive)
+    ends: list[Ended | int] = []
+    for process, pipe in zip(processes, pipes, strict=True):
+        process.join(timeout=120)
+        assert process.exitcode is not None, "a rank hangs"
+        try:
+            ends.append(pipe.recv())
+        except EOFError:
+            ends.append(process.exitcode)
+    return ends
+
+
+def _one(send: Any, rank: int, size: int, port: int, config: Config, options: Options) -> None:
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "localhost", **{k: str(v) for k, v in names.items()}}
+    messages, failure = Messages(), None
+    try:
+        train(config, options, messages)
+    except Exception as error:
+        failure = error
+    send.send(Ended(failure, messages.texts))
+    dist.stop()
+    os._exit(0)

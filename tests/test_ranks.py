@@ -1,0 +1,262 @@
+"""Several ranks on the CPU: the same training as one, and failures that stop all with a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import SMALL, Ended, Messages, Prepare, run_ranks, small
+
+from tpf import checkpoint
+from tpf.errors import NonFinite, TpfError, UsageError
+from tpf.replay import replay
+from tpf.train import Options, train
+from tpf.trainer import Trainer
+
+
+def records(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+
+
+def state(out: Path) -> dict[str, torch.Tensor]:
+    saved = checkpoint.load(checkpoint.resolve(out))
+    parts = {"model": saved.model, "ema": saved.ema, "optimizer": saved.optimizer}
+    return {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+
+
+def go(size: int, out: Path, *overrides: str, resume: bool = False) -> list[Ended | int]:
+    return run_ranks(size, small(*overrides), Options(out, resume, validate=False))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same two steps of four samples on one, two (twice) and four ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {"1": folder / "1", "2": folder / "2", "again": folder / "again", "4": folder / "4"}
+    for name, size in (("2", 2), ("again", 2), ("4", 4)):
+        ends = go(size, found[name])
+        assert all(isinstance(end, Ended) and end.error is None for end in ends), ends
+    train(small(), Options(found["1"], validate=False), Messages())
+    return found
+
+
+def test_losses_and_samples_do_not_depend_on_the_number_of_ranks(runs: dict[str, Path]) -> None:
+    one = records(runs["1"])
+    for name in ("2", "4"):
+        for record, expected in zip(records(runs[name]), one, strict=True):
+            assert record["samples"] == expected["samples"] and len(record["samples"]) == 4
+            for term in ("loss", "mse", "smooth_lddt", "distogram", "plddt", "grad_norm"):
+                assert record[term] == pytest.approx(expected[term], rel=2e-4), (name, term)
+    assert [r["loss"] for r in records(runs["4"])][0] == one[0]["loss"]  # before any sum of ranks
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks(runs: dict[str, Path]) -> None:
+    one = state(runs["1"])
+    for name in ("2", "4"):
+        for key, value in state(runs[name]).items():
+            torch.testing.assert_close(value, one[key], rtol=1e-4, atol=3e-5, msg=f"{name} {key}")
+
+
+def test_a_layout_repeats_bit_by_bit(runs: dict[str, Path]) -> None:
+    one, two = state(runs["2"]), state(runs["again"])
+    assert not [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def test_records_split_the_time_of_a_step(runs: dict[str, Path]) -> None:
+    for record in records(runs["2"]):
+        phases = ("data", "forward", "backward", "clipping", "reduce", "optimiser", "ema")
+        assert all(record[f"{phase}_ms"] >= 0 for phase in phases)
+        assert record["forward_ms"] > 0 and record["tokens_per_s"] > 0
+
+
+def test_resume_on_another_number_of_ranks_says_so(runs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert go(2, out, "train.steps=1")[0].error is None
+    said = Messages()
+    train(small(), Options(out, resume=True, validate=False), said)
+    assert any("2 ranks before, 1 now" in text and "not bit by bit" in text for text in said.texts)
+    assert any("train.steps is 2 from here on; it was 1" in text for text in said.texts)
+    assert [r["step"] for r in records(out)] == [1, 2]
+    for key, value in state(out).items():
+        torch.testing.assert_close(value, state(runs["1"])[key], rtol=1e-4, atol=3e-5, msg=key)
+
+
+# Faults of one rank --------------------------------------------------------------------------
+
+
+def bad_gradient(trainer: Trainer) -> None:
+    parameter = trainer.model.linear_z.weight
+    parameter.register_hook(lambda g: g * math.nan if trainer.step == 1 else g)
+
+
+def bad_input(trainer: Trainer) -> None:
+    def spoil(module: torch.nn.Module, inputs: tuple[dict[str, torch.Tensor]]) -> None:
+        if trainer.step == 1:
+            inputs[0]["ref_pos"].fill_(math.nan)
+
+    trainer.model.input_embedder.register_forward_pre_hook(spoil)
+
+
+def bad_memory(trainer: Trainer) -> None:
+    def fail(*_: object) -> None:
+        if trainer.step == 1:
+            raise torch.OutOfMemoryError
+
+    trainer.model.input_embedder.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        (bad_gradient, NonFinite, r"gradient norm is nan; .*gradient of parameter linear_z"),
+        (bad_input, NonFinite, r"loss is nan; first not finite: .*"),
+        (bad_memory, TpfError, r"\(16 tokens, \d+ atoms\): out of GPU memory"),
+    ],
+)
+def test_a_fault_on_one_rank_stops_all_with_its_reason(
+    fault: Prepare, kind: type[TpfError], words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    options = Options(out, validate=False)
+    ends = run_ranks(2, small("train.batch_size=2"), options, {1: fault})
+    for end in ends:
+        assert isinstance(end, Ended) and type(end.error) is kind and end.error.shared
+        pattern = rf"^rank 1 failed: step 2, sample 1ubq.*{words}"
+        assert re.search(pattern, str(end.error)), end.error
+    assert [r["step"] for r in records(out)] == [1]
+    assert checkpoint.load(checkpoint.resolve(out)).step == 1  # the state before the step
+    if kind is NonFinite:
+        replay(Path(str(ends[0].error).rsplit("--replay ", 1)[1]))
+
+
+def test_wrong_input_is_said_once_on_all_ranks(tmp_path: Path) -> None:
+    for end in go(2, tmp_path / "run", f"data.path={tmp_path / 'none'}"):
+        assert isinstance(end, Ended) and isinstance(end.error, UsageError)
+        assert "none: no such file or folder" in str(end.error) and "rank" not in str(end.error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_that_hangs_leaves_the_stacks_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def sleeping_beauty(trainer: Trainer) -> None:
+        trainer.model.input_embedder.register_forward_pre_hook(lambda *_: time.sleep(60))
+
+    monkeypatch.setattr("tpf.watchdog.GRACE", 1.0)
+    out = tmp_path / "run"
+    config = small("train.batch_size=2", "train.step_limit=2")
+    begin = time.monotonic()
+    ends = run_ranks(2, config, Options(out, validate=False), {1: sleeping_beauty})
+    assert ends == [1, 1] and time.monotonic() - begin < 30
+    assert "sleeping_beauty" in (out / "stacks" / "rank-1.txt").read_text()
+    assert "all_reduce" in (out / "stacks" / "rank-0.txt").read_text()
+    assert "rank 1: step 1 did not end within 2 s (train.step_limit)" in capfd.readouterr().err
+
+
+# The launcher --------------------------------------------------------------------------------
+
+
+def _launch(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    driver = Path(__file__).with_name("launch_driver.py")
+    dropped = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    return subprocess.Popen(
+        [sys.executable, str(driver), str(out), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def _wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and process.poll() is None:
+        log = out / "train.jsonl"
+        if log.is_file() and len(log.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"no step {step} within two minutes: {process.communicate()[1]}")
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [
+        int(child)
+        for child in children
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+
+
+def test_killed_rank_is_started_anew_and_a_signal_is_passed_on(tmp_path: Path) -> None:
+    """Kill -9 of one rank of two; after the restart, SIGINT to the whole process group."""
+    out = tmp_path / "run"
+    process = _launch(out, "2", "1", "1", "", "train.batch_size=2", "train.steps=1000")
+    _wait_for_step(out, 3, process)
+    os.kill(_ranks_of(process)[1], signal.SIGKILL)
+    begin, before = time.monotonic(), len(records(out))
+    _wait_for_step(out, before + 3, process)
+    assert time.monotonic() - begin < 60
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "rank 1 of this machine was killed by SIGKILL; all ranks start again" in errors
+    assert re.search(r"resuming .* after step \d+", errors)
+    assert re.search(r"interrupted after step \d+; go on with: tpf train --resume", errors)
+    steps = [r["step"] for r in records(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert checkpoint.load(checkpoint.resolve(out)).step == steps[-1]
+
+
+@pytest.mark.slow
+def test_killed_rank_without_restarts_ends_the_job(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _launch(out, "2", "0", "1", "", "train.batch_size=2", "train.steps=1000")
+    _wait_for_step(out, 3, process)
+    os.kill(_ranks_of(process)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL, as the system", errors), errors
+    assert "nothing is lost but the steps since the last checkpoint" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_launchers_are_two_nodes(number: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ("1", "0", "2", "localhost:29417", "train.batch_size=2", "train.steps=1000")
+    nodes = [_launch(out, *arguments) for _ in range(2)]
+    _wait_for_step(out, 2, nodes[0])
+    nodes[1].send_signal(number)  # one node is told, both stop
+    for node in nodes:
+        _, errors = node.communicate(timeout=120)
+        assert node.returncode == 130, errors
+        assert "interrupted after step" in errors
+    assert checkpoint.load(checkpoint.resolve(out)).step == len(records(out))
+
+
+@pytest.mark.slow
+def test_torchrun_script_on_two_processes(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[1] / "cli" / "torchrun.sh"
+    words = ["--config", "tiny", "--out", str(tmp_path / "run"), *SMALL, "train.batch_size=2"]
+    done = subprocess.run(
+        ["bash", str(script), *words],
+        env=os.environ | {"NPROC": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2]
+    assert len(records(tmp_path / "run")[0]["samples"]) == 2

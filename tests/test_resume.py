@@ -1,0 +1,101 @@
+"""Exact resume: a run that stops after every step, and generators that others have used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tpf import checkpoint
+from tpf.cli.display import Silent
+from tpf.config import Config, load
+from tpf.train import Options, Trainer, train
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
+STEPS = 12
+CONFIG = load(
+    "tiny",
+    [
+        f"data.path={EXAMPLES / '1ubq.cif.gz'}",
+        "data.crop=16",
+        "train.lr=2e-3",
+        "train.warmup=2",
+        "train.diffusion_samples=2",
+        "train.checkpoint_every=1",
+        f"train.keep={STEPS + 1}",
+        f"train.steps={STEPS}",
+    ],
+)
+
+
+def _config(steps: int) -> Config:
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
+
+
+def _use_generators(_: Trainer) -> None:
+    """Leave every global generator in a state that no other run has."""
+    entropy = random.SystemRandom().getrandbits(32)
+    torch.manual_seed(entropy)
+    np.random.seed(entropy)  # noqa: NPY002
+    random.seed(entropy)
+
+
+def _train(out: Path, steps: int, resume: bool) -> None:
+    options = Options(out, resume, validate=False, prepare=_use_generators)
+    train(_config(steps), options, Silent())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight") / "run"
+    train(CONFIG, Options(out, validate=False), Silent())
+    return out
+
+
+def _assert_bitwise(one: Path, two: Path) -> None:
+    a, b = checkpoint.load(one), checkpoint.load(two)
+    assert a.step == b.step and a.extra == b.extra
+    for part in ("model", "ema", "optimizer"):
+        first, second = getattr(a, part), getattr(b, part)
+        assert first.keys() == second.keys()
+        different = [name for name in first if not torch.equal(first[name], second[name])]
+        assert not different, f"{part}: {len(different)} differ, such as {different[0]}"
+
+
+def test_resuming_at_every_step_is_bitwise(straight: Path, tmp_path: Path) -> None:
+    """Each step is run by a trainer of its own that starts from the checkpoint before it."""
+    out = tmp_path / "run"
+    for step in range(1, STEPS + 1):
+        _train(out, step, resume=step > 1)
+        name = Path("checkpoints") / f"step-{step:06d}"
+        _assert_bitwise(straight / name, out / name)
+    for folder in (straight, out):
+        lines = (folder / "train.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_resuming_a_damaged_run_takes_the_checkpoint_before(straight: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    last = out / "checkpoints" / f"step-{STEPS:06d}"
+    content = bytearray((last / "ema.safetensors").read_bytes())
+    content[-1] ^= 1
+    (last / "ema.safetensors").write_bytes(content)
+
+    class Messages(Silent):
+        texts: list[str] = []
+
+        def message(self, text: str) -> None:
+            self.texts.append(text)
+
+    train(CONFIG, Options(out, True, validate=False), Messages())
+    assert "ema.safetensors is damaged" in Messages.texts[0]
+    assert f"resuming {out} after step {STEPS - 1}" in Messages.texts[1]
+    name = Path("checkpoints") / last.name
+    _assert_bitwise(straight / name, out / name)

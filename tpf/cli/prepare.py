@@ -1,0 +1,112 @@
+"""``tpf data prepare``, ``fetch`` and ``cluster``: what is made before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpf.errors import TpfError, UsageError
+
+
+def prepare(
+    path: Annotated[Path, typer.Argument(help="Folder, list file or structure file.")],
+    out: Annotated[Path, typer.Option(help="Folder of the cache.")],
+    workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    shard: Annotated[str, typer.Option(help="I/N: only the I-th of N parts of the files.")] = "1/1",
+    ccd: Annotated[str | None, typer.Option(help="Extra component dictionary.")] = None,
+    msa: Annotated[str | None, typer.Option(help="Folder or table of alignments.")] = None,
+    memory: Annotated[float, typer.Option(help="GB that a process may use.", min=0.5)] = 4.0,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Try the files again that failed before.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
+) -> None:
+    """Parse and tokenise every file once into a cache that ``tpf train --data`` reads.
+
+    Resumable: files that are done are passed over. Several shards may run at once.
+    """
+    from tpf.data.prepare import prepare as prepared
+    from tpf.data.records import Skipped
+
+    begin = time.perf_counter()
+    done = failed = size = 0
+    results = prepared(
+        str(path), out, ccd=ccd, msa=msa, shard=_shard(shard), workers=workers, memory=memory,
+        retry=retry,
+    )  # fmt: skip
+    for item in results:
+        bad = item.result if isinstance(item.result, Skipped) else None
+        done, failed, size = done + (bad is None), failed + (bad is not None), size + item.n_bytes
+        if as_json:
+            ok = {"source": item.source, "ok": bad is None, "bytes": item.n_bytes}
+            typer.echo(json.dumps(ok if bad is None else ok | dataclasses.asdict(bad)))
+        elif bad is not None:
+            typer.echo(f"{bad.id}: {bad.stage}: {bad.reason}")
+        if (done + failed) % 1000 == 0:
+            typer.echo(f"{done + failed} files", err=True)
+    if not as_json:
+        seconds = time.perf_counter() - begin
+        rate = f", {size / done / 1e3:.0f} kB each, {done / seconds:.1f}/s" if done else ""
+        typer.echo(f"{done} entries stored in {out}{rate}; {failed} cannot be used")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    try:
+        return int(number), int(count)
+    except ValueError:
+        raise UsageError(f"--shard {text}: write I/N, such as 1/8") from None
+
+
+def fetch(
+    ids: Annotated[list[str] | None, typer.Argument(help="PDB ids.")] = None,
+    listing: Annotated[Path | None, typer.Option("--list", help="File with an id a line.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("structures"),
+    url: Annotated[
+        str | None, typer.Option(help="Of a mirror, with {id}. Default: files.rcsb.org.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Downloads at a time.", min=1, max=16)] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
+) -> None:
+    """Download entries of the PDB as mmCIF; those that are there and whole are kept."""
+    from tpf.data import fetch as module
+
+    names = module.read_ids(ids or [], listing)
+    new = failed = 0
+    for item in module.fetch(names, out, url=url or module.URL, workers=workers):
+        new, failed = new + item.new, failed + bool(item.failure)
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(item), default=str))
+        elif item.failure:
+            typer.echo(f"{item.id}: {item.failure}")
+    if not as_json:
+        typer.echo(f"{new} downloaded, {len(names) - new - failed} were there, in {out}")
+    if failed:
+        raise TpfError(f"{failed} of {len(names)} entries cannot be had")
+
+
+def cluster(
+    path: Annotated[Path, typer.Argument(help="Prepared cache, folder or list file.")],
+    out: Annotated[Path, typer.Option(help="File to write, for data.clusters.")],
+    threads: Annotated[int, typer.Option(help="Threads of MMseqs2.", min=1)] = 1,
+) -> None:
+    """Cluster the protein chains by sequence (40 % identity) with MMseqs2, for sampling weights."""
+    from tpf.config import DataConfig
+    from tpf.data import cluster as module
+    from tpf.data.records import Entries
+
+    entries = Entries(DataConfig(path=str(path)))
+    chains = [
+        chain
+        for record in entries.records
+        for chain in module.protein_chains(entries.cache.get(record.path).tokens.tables)
+    ]
+    found = module.cluster(chains, threads=threads)
+    module.write_clusters(out, found)
+    clusters = len(set(found.values()))
+    typer.echo(f"{len(found)} chains in {clusters} cluster{'' if clusters == 1 else 's'}: {out}")

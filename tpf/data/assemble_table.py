@@ -1,0 +1,171 @@
+"""Assemble the rows of a table: in parallel, resumable, a bad row costs only itself.
+
+The table is a CSV file with the columns ``protein`` and ``ligand`` (SMILES, SDF or FILE#RECORD)
+and, if wanted, ``id`` (name of the output), ``chain``, ``name`` and ``template``; several values in
+a cell are separated by ``;``. Paths are relative to the table.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpf.data.assemble import Order, assemble
+from tpf.data.cif import entry_name
+from tpf.data.ligands import is_sdf
+from tpf.data.pool import map_files
+from tpf.data.records import failure_of
+from tpf.data.store import append_index, open_index
+from tpf.errors import UsageError
+
+REQUIRED = ("protein", "ligand")
+COLUMNS = (*REQUIRED, "id", "chain", "name", "template")
+_INDEX = "index-*.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The outcome of one row of a table."""
+
+    row: int
+    """From 1, without the header."""
+    id: str
+    file: str
+    """Written file inside the output folder, "" if the row failed."""
+    ligands: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    stage: str = ""
+    reason: str = ""
+
+
+def assemble_table(
+    table: Path, out: Path, *, ccd: str | None = None, workers: int = 1
+) -> Iterator[Row | None]:
+    """Yield the outcome of each row of a table as its file in ``out`` is written.
+
+    Rows that an earlier run wrote, and whose cells and input files have not changed since, are
+    passed over: None. Rows that failed are tried again. Raises ``UsageError`` for a table without
+    the needed columns and for an output folder that another process writes.
+    """
+    orders = _read(table)
+    out.mkdir(parents=True, exist_ok=True)
+    with open_index(out, (1, 1)) as index:
+        done = _done(out)
+        todo = [order for order in orders if done.get(order["id"]) != _key(order)]
+        yield from [None] * (len(orders) - len(todo))
+        convert = functools.partial(_convert, str(out), ccd)
+        texts = [json.dumps(order) for order in todo]
+        results = map_files(convert, texts, workers, _died)
+        for order, result in zip(todo, results, strict=True):
+            line = {name: getattr(result, name) for name in ("id", "file", "stage", "reason")}
+            append_index(index, line | {"key": _key(order)})
+            yield result
+
+
+def _read(table: Path) -> list[dict[str, str]]:
+    """Return the cells of each row with its number, an id, and paths made absolute."""
+    if not table.is_file():
+        raise UsageError(f"{table}: no such table")
+    try:
+        with table.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            columns = [name.strip().lower() for name in reader.fieldnames or ()]
+            reader.fieldnames = columns
+            if absent := [name for name in REQUIRED if name not in columns]:
+                raise UsageError(f"{table}: no column {absent[0]} (columns: {', '.join(COLUMNS)})")
+            rows = [{name: (row.get(name) or "").strip() for name in COLUMNS} for row in reader]
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UsageError(f"{table}: cannot be read ({error})") from error
+    if not rows:
+        raise UsageError(f"{table}: it has no rows under its header")
+    seen: set[str] = set()
+    for number, row in enumerate(rows, start=1):
+        stem = entry_name(Path(row["protein"] or "row"))
+        row["id"] = row["id"] or f"{stem}-{number:06d}"
+        row["row"] = str(number)
+        row["twice"] = "yes" if row["id"].lower() in seen else ""
+        seen.add(row["id"].lower())
+        row["protein"] = str(table.parent / row["protein"]) if row["protein"] else ""
+        ligands = [_located(table.parent, text) for text in _several(row["ligand"])]
+        row["ligand"] = ";".join(ligands)
+    return rows
+
+
+def _several(cell: str) -> list[str]:
+    return [part.strip() for part in cell.split(";") if part.strip()]
+
+
+def _located(folder: Path, ligand: str) -> str:
+    """Return a ligand with the path of an SDF file made relative to the table."""
+    path = ligand if is_sdf(ligand) else ligand.rpartition("#")[0]
+    return str(folder / ligand) if is_sdf(path) else ligand
+
+
+def _key(order: dict[str, str]) -> str:
+    """Return a digest of the cells of a row and of the state of the files that they name."""
+    parts = [f"{name}={order[name]}" for name in COLUMNS]
+    for source in (order["protein"], *_several(order["ligand"])):
+        path = Path(source if is_sdf(source) else source.rpartition("#")[0] or source)
+        if len(source) < 1024 and path.is_file():
+            stat = path.stat()
+            parts.append(f"{stat.st_mtime_ns}:{stat.st_size}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _done(out: Path) -> dict[str, str]:
+    """Return the key of each row that an index says was written and whose file is there."""
+    found: dict[str, str] = {}
+    for index in sorted(out.glob(_INDEX)):
+        for text in index.read_text().splitlines():
+            line = json.loads(text)
+            if line["file"]:
+                found[line["id"]] = line["key"]
+    return {name: key for name, key in found.items() if (out / f"{name}.cif.gz").is_file()}
+
+
+def _convert(out: str, ccd: str | None, text: str) -> Row:
+    """Assemble one row; any failure is its outcome."""
+    row = json.loads(text)
+    number, name = int(row["row"]), row["id"]
+    try:
+        if row["twice"]:
+            raise UsageError(f"id {name} is that of an earlier row")
+        if not row["protein"] or not row["ligand"]:
+            raise UsageError("it has no protein" if row["ligand"] else "it has no ligand")
+        if Path(name).name != name:
+            raise UsageError(f"id {name!r} is no file name")
+        order = Order(
+            protein=Path(row["protein"]),
+            ligands=tuple(_several(row["ligand"])),
+            out=Path(out) / f"{name}.cif.gz",
+            chains=tuple(_several(row["chain"])),
+            names=tuple(_several(row["name"])),
+            templates=tuple(_several(row["template"])),
+        )
+        order.out.unlink(missing_ok=True)  # that of an earlier version of the row
+        result = assemble(order, ccd=ccd)
+    except Exception as error:  # a bad row must not stop the others
+        if isinstance(error, UsageError):
+            return Row(row=number, id=name, file="", stage="row", reason=str(error))
+        failed = failure_of(name, error)
+        return Row(row=number, id=name, file="", stage=failed.stage, reason=failed.reason)
+    return Row(
+        row=number,
+        id=name,
+        file=order.out.name,
+        ligands=result.ligands,
+        replaced=result.replaced,
+        notes=result.notes,
+    )
+
+
+def _died(text: str) -> Row:
+    row = json.loads(text)
+    reason = "the process that assembled it died"
+    return Row(row=int(row["row"]), id=row["id"], file="", stage="unexpected", reason=reason)

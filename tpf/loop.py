@@ -1,0 +1,175 @@
+"""The steps of a run after its start: data, optimiser steps, records, checkpoints, validation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from tpf.data.batch import Batch
+from tpf.data.dataset import CropDataset, Loader
+from tpf.data.records import Entries
+from tpf.errors import Interrupted, NonFinite
+from tpf.journal import WINDOW, Alarms, Part, merge, merge_times
+from tpf.metrics.schema import to_dict
+from tpf.report.train import read_records
+from tpf.runfolder import RunFolder
+from tpf.signals import Stop
+from tpf.trainer import Trainer
+from tpf.validate import validate_model
+from tpf.watchdog import Watchdog
+
+
+class Display(Protocol):
+    """Receives what a run tells its user; the command line draws it."""
+
+    def start(self, facts: dict[str, Any]) -> None: ...
+    def step(self, record: dict[str, Any], steps: int) -> None: ...
+    def validation(self, step: int, result: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def end(self, summary: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Loop:
+    """A run that has been opened, on this rank."""
+
+    trainer: Trainer
+    run: RunFolder
+    targets: Entries
+    display: Display
+    stop: Stop
+    watchdog: Watchdog
+    nan: Literal["stop", "skip"]
+    alarms: Alarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        records = read_records(self.run.log_path) if self.trainer.world.is_main else []
+        self.alarms = Alarms(records[-WINDOW:])
+
+    def run_steps(self, dataset: CropDataset) -> None:
+        """Train to the last step, or raise ``Interrupted`` or what a rank failed with."""
+        trainer, cfg, world = self.trainer, self.trainer.config.train, self.trainer.world
+        loader = Loader(
+            dataset,
+            batch_size=cfg.batch_size,
+            rank=world.rank,
+            world=world.size,
+            start_step=trainer.step,
+            stop_step=cfg.steps,
+            workers=trainer.config.data.workers,
+            limit=trainer.config.data.loader_limit,
+        )
+        stream = iter(loader)
+        while trainer.step < cfg.steps:
+            asked = self._one_step(stream)
+            if world.is_main:
+                if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
+                    trainer.save(self.run)
+                if problem := self.run.saver.problem():
+                    self.display.message(problem)
+            if asked:
+                self._interrupt()
+            if cfg.validate_every and trainer.step % cfg.validate_every == 0:
+                self.validate()
+        self.watchdog.pause()
+        if world.is_main:
+            self.run.saver.wait()
+
+    def _one_step(self, stream: Iterator[list[Batch]]) -> bool:
+        """Do one step and record it; return whether the run was asked to stop."""
+        trainer, world = self.trainer, self.trainer.world
+        begin = time.perf_counter()
+        self.watchdog.beat(f"rank {world.rank}: the data of step {trainer.step + 1}")
+        samples, failure = _fetch(stream)
+        loaded = time.perf_counter()
+        self.watchdog.beat(f"rank {world.rank}: step {trainer.step + 1}")
+        asked, left_out = False, None
+        try:
+            step = trainer.train_step(samples, self.run, stop=self.stop(), failure=failure)
+            done, asked, rate = step.samples, step.stop, {"lr": step.lr}
+        except NonFinite as error:
+            if self.nan == "stop" or world.size > 1:
+                raise
+            left_out = trainer.leave_out(samples, str(error))
+            done, rate = [], {}
+        times = {
+            "step": 1e3 * (time.perf_counter() - begin),
+            "data": 1e3 * (loaded - begin),
+            **trainer.phases.finished(),
+        }
+        skipped = [bad for sample in samples for bad in sample["skipped"][0]]
+        parts = world.gather(Part(done, times, skipped, _max_memory(world.device)))
+        if world.is_main:
+            record = (left_out | merge_times(parts)) if left_out else merge(parts)
+            self._record({"step": trainer.step, **record, **rate}, parts)
+        trainer.notes = {}
+        return asked or (world.size == 1 and self.stop())
+
+    def _record(self, record: dict[str, Any], parts: list[Part]) -> None:
+        self.trainer.skipped += [bad for part in parts for bad in part.skipped]
+        record |= {"skipped": len(self.trainer.skipped), **self.trainer.notes}
+        alarms = self.alarms.hear(record)
+        if alarms:
+            record["events"] = [*record.get("events", []), *alarms]
+        for alarm in alarms:
+            self.display.message(f"step {record['step']} ({', '.join(record['samples'])}): {alarm}")
+        self.run.log(record)
+        self.display.step(record, self.trainer.config.train.steps)
+
+    def _interrupt(self) -> None:
+        """Save and raise ``Interrupted`` on all ranks."""
+        self.watchdog.pause()
+        with self.trainer.world.together():
+            if self.trainer.world.is_main:
+                self.trainer.save(self.run)
+                self.run.saver.wait()
+        raise Interrupted(
+            f"interrupted after step {self.trainer.step}; "
+            f"go on with: tpf train --resume {self.run.path}"
+        )
+
+    def validate(self) -> None:
+        """Validate the EMA weights on all ranks, unless this step has been validated."""
+        trainer, world = self.trainer, self.trainer.world
+        self.watchdog.pause()
+        folder = self.run.validation_dir(trainer.step)
+        if not world.any(world.is_main and (folder / "metrics.json").is_file()):
+            with trainer.ema.applied_to(trainer.model):
+                found = validate_model(
+                    trainer.model,
+                    self.targets,
+                    trainer.config,
+                    folder,
+                    origin=f"{self.run.path}, step {trainer.step}",
+                    world=world,
+                    should_stop=self.stop,
+                )
+            if found is not None and world.is_main:
+                self.display.validation(trainer.step, to_dict(found))
+                if not found.targets:
+                    reasons = sorted({skipped.reason for skipped in found.skipped})
+                    self.display.message(
+                        f"nothing was validated: {len(found.skipped)} entries skipped, "
+                        f"{'; '.join(reasons[:3])} (see validate.max_tokens)"
+                    )
+        if world.any(self.stop()):
+            self._interrupt()
+
+
+def _fetch(stream: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
+    """Return this rank's samples of a step, or why there are none."""
+    try:
+        return next(stream), None
+    except Exception as error:
+        return [], error
+
+
+def _max_memory(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return round(torch.cuda.max_memory_allocated() / 2**30, 3)

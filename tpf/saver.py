@@ -1,0 +1,100 @@
+"""Checkpoints written in the background: training goes on while they reach the disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpf import checkpoint
+from tpf.config import Config
+from tpf.errors import TpfError
+
+State = dict[str, dict[str, Tensor]]
+
+
+class Saver:
+    """Writes the checkpoints of one run, one at a time, and deletes the oldest.
+
+    ``save`` copies the state to host memory and returns; a thread writes the copy. On a GPU the
+    copy too runs beside the host, in the order of the stream. The copy's memory, pinned for GPUs,
+    is kept for the next save. The thread ends before the process does, whatever happens to it.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._host: dict[tuple[str, str], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: TpfError | None = None
+        self._unsaid: TpfError | None = None
+
+    def save(self, step: int, config: Config, tensors: State, extra: dict[str, Any]) -> None:
+        """Begin to write the state as it is now; waits first for the write before it.
+
+        A write that fails is told by ``problem`` and ``wait``, and leaves earlier checkpoints.
+        """
+        self._join()
+        copied, event = self._copy(tensors)
+        arguments = step, config, copied, extra, event
+        self._thread = threading.Thread(target=self._write, args=arguments, name="tpf-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the write in progress; raise ``TpfError`` if the newest state is not saved."""
+        self._join()
+        if self._error is not None:
+            self._unsaid = None
+            raise self._error
+
+    def problem(self) -> str | None:
+        """Return, once, why the last write failed; None if it has not."""
+        error, self._unsaid = self._unsaid, None
+        return None if error is None else f"{error}; training goes on and will try again"
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _copy(self, tensors: State) -> tuple[State, torch.cuda.Event | None]:
+        """Copy into the kept host memory; return the copies and what to wait for before use."""
+        copied: State = {}
+        on_gpu = False
+        for part, named in tensors.items():
+            copied[part] = {}
+            for name, tensor in named.items():
+                host = self._host.get((part, name))
+                if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._host[part, name] = host
+                host.copy_(tensor.detach(), non_blocking=True)
+                copied[part][name] = host
+                on_gpu |= tensor.is_cuda
+        if not on_gpu:
+            return copied, None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return copied, event
+
+    def _write(
+        self,
+        step: int,
+        config: Config,
+        tensors: State,
+        extra: dict[str, Any],
+        event: torch.cuda.Event | None,
+    ) -> None:
+        try:
+            if event is not None:
+                event.synchronize()
+            checkpoint.save(self._run, step, config, tensors, extra)
+            checkpoint.prune(self._run, config.train.keep)
+        except TpfError as error:
+            self._error = self._unsaid = error
+        except Exception as error:  # a thread has no caller: hand everything over
+            self._error = self._unsaid = TpfError(f"checkpoint of step {step}: {error!r}")
+        else:
+            self._error = None

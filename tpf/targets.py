@@ -1,0 +1,97 @@
+"""Which whole entries a validation scores: lists of ids, groups, limits, shares of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tpf.config import Config
+from tpf.data.batch import Batch, to_torch
+from tpf.data.cif import entry_name
+from tpf.data.dataset import ValidationDataset
+from tpf.data.records import Entries, Record
+from tpf.data.tables import Tables
+from tpf.errors import UsageError
+from tpf.metrics.schema import Skipped
+
+
+class Targets:
+    """Whole entries to validate on: one data set for each evaluation seed."""
+
+    def __init__(self, entries: Entries, config: Config, only: list[str] | None) -> None:
+        """Choose the entries; raise ``UsageError`` if an id of ``only`` is not there."""
+        self.config = config
+        self._seeds = [
+            ValidationDataset(
+                entries, config.data, max_tokens=config.validate.max_tokens, seed=seed
+            )
+            for seed in range(config.validate.seeds)
+        ]
+        wanted = None if only is None else set(only)
+        first = self._seeds[0]
+        unused = [*first.skipped, *entries.skipped]
+        known = {r.id.lower() for r in first.records} | {s.id.lower() for s in unused}
+        if wanted is not None and (absent := sorted(wanted - known)):
+            raise UsageError(
+                f"--targets: {len(absent)} ids are not among the entries of --data, "
+                f"such as {absent[0]}"
+            )
+        chosen = {
+            r.id: i for i, r in enumerate(first.records) if wanted is None or r.id.lower() in wanted
+        }
+        self.chosen = list(chosen.values())
+        limit = config.validate.max_targets
+        if limit is not None and len(self.chosen) > limit:
+            places = np.linspace(0, len(self.chosen) - 1, limit).round().astype(int)
+            self.chosen = [self.chosen[place] for place in places]
+        self.skipped = [
+            Skipped(s.id, f"{s.stage}: {s.reason}")
+            for s in unused
+            if wanted is None or s.id.lower() in wanted
+        ]
+
+    def ids(self) -> list[str]:
+        """Return the ids of all targets."""
+        return [self.record(index).id for index in self.chosen]
+
+    def share(self, rank: int, size: int) -> list[int]:
+        """Return the targets of one rank: dealt out by size, so that ranks end together."""
+        return sorted(self.chosen, key=lambda i: -self.record(i).n_tokens)[rank::size]
+
+    def record(self, index: int) -> Record:
+        return self._seeds[0].records[index]
+
+    def batch(self, index: int, seed: int) -> Batch:
+        """Return the features of a target under a seed, as a batch of one."""
+        return to_torch(self._seeds[seed][index])
+
+    def tables(self, index: int) -> Tables:
+        return self._seeds[0].tokens(index).tables
+
+
+def _lines(flag: str, path: Path) -> list[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from error
+    return [text for line in lines if (text := line.split("#")[0].strip())]
+
+
+def read_ids(path: Path) -> list[str]:
+    """Return the ids of a list; of a path, as lists for ``--data`` have them, its entry's."""
+    ids = [entry_name(Path(line)).lower() for line in _lines("--targets", path)]
+    if not ids:
+        raise UsageError(f"--targets {path}: names no entry; write one id a line")
+    return ids
+
+
+def read_groups(path: Path) -> dict[str, str]:
+    """Return the group of each entry id; raise ``UsageError`` for a line without one."""
+    groups = {}
+    for line in _lines("--groups", path):
+        name, _, group = line.partition(" ")
+        if not group.strip():
+            raise UsageError(f"--groups {path}: {line!r} has no group; write ID GROUP")
+        groups[name.lower()] = group.strip()
+    return groups

@@ -1,0 +1,241 @@
+"""The state of a training run, and one optimiser step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpf import checkpoint, dist
+from tpf.config import Config
+from tpf.data.batch import to_device
+from tpf.errors import NonFinite, TpfError
+from tpf.journal import Sample
+from tpf.memory import Budget
+from tpf.model import graphs
+from tpf.model.graphs import Graphs
+from tpf.model.model import Model
+from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
+from tpf.phases import Phases
+from tpf.replay import locate, write_replay
+from tpf.runfolder import RunFolder
+from tpf.step import draws, sample_loss
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimiser step did with this rank's samples."""
+
+    samples: list[Sample]
+    lr: float
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+@dataclass(frozen=True)
+class _Forwarded:
+    """A sample whose gradient has been added; its numbers are still on the device."""
+
+    features: dict[str, Any]
+    names: list[str]
+    values: Tensor
+    """Gradient norm, then the loss terms of ``names``, of which the first is the loss."""
+    events: list[str]
+
+    def record(self) -> Sample:
+        norm, *terms = self.values.tolist()
+        tokens = int(self.features["token_mask"].sum())
+        position, name = int(self.features["position"][0]), str(self.features["id"][0])
+        named = dict(zip(self.names, terms, strict=True))
+        return Sample(position, name, tokens, norm, named, self.events)
+
+
+@dataclass
+class Trainer:
+    """The state of a run: everything that a checkpoint restores, and what it is made with."""
+
+    config: Config
+    world: dist.World
+    model: Model
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    gradients: SampleGradients
+    phases: Phases
+    graphs: Graphs | None = None
+    """Serve the forward and backward of samples."""
+    step: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What probes add to the record of the step in progress."""
+    steps_left_out: int = 0
+    """Steps that were not finite and did not stop the run, in this process."""
+
+    @classmethod
+    def build(cls, config: Config, world: dist.World) -> Trainer:
+        """Make the model (weights drawn from the seed), optimiser and EMA."""
+        torch.manual_seed(config.train.seed)
+        model = Model(config.model).to(world.device)
+        if config.train.compile:
+            model.compile_blocks()
+        # Every rank has a flag for its failure, and all share one for the wish to stop.
+        gradients = SampleGradients(model, config.train.clip, flags=world.size + 1)
+        optimizer, ema = build_optimizer(model, config.train), Ema(model, config.train.ema)
+        made = cls(config, world, model, optimizer, ema, gradients, Phases(world.device))
+        if config.train.graphs and world.device.type == "cuda":
+            made.graphs = Graphs(world.device)
+        return made
+
+    def save(self, run: RunFolder) -> None:
+        """Begin to write the checkpoint of the present step; the oldest ones are deleted."""
+        tensors = {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": _optimizer_tensors(self.model, self.optimizer),
+        }
+        extra = {
+            "seed": self.config.train.seed, "skipped": self.skipped, "ranks": self.world.size
+        }  # fmt: skip
+        run.saver.save(self.step, self.config, tensors, extra)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Take over model, EMA, optimiser and step of a checkpoint."""
+        checkpoint.load_weights(self.model, saved.model, str(saved.path))
+        self.ema.load_state_dict(saved.ema)
+        _load_optimizer(self.model, self.optimizer, saved.optimizer)
+        self.step = saved.step
+        self.skipped = list(saved.extra.get("skipped", []))
+
+    def train_step(
+        self,
+        samples: list[dict[str, Any]],
+        run: RunFolder,
+        *,
+        stop: bool = False,
+        failure: Exception | None = None,
+    ) -> Step:
+        """Do one optimiser step over this rank's samples.
+
+        Each sample's gradient is clipped before the average (spec model.md section 7). One sum
+        over the ranks carries the gradients, whether a rank failed (``failure``: before the step)
+        and whether one was asked to ``stop``; the host waits for the device once, after it. When
+        a rank failed all raise the same error with weights unchanged: ``NonFinite`` names the
+        sample, module and tensor, after writing a replay file.
+        """
+        self.model.train()
+        rate = learning_rate(self.step + 1, self.config.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        forwarded: list[_Forwarded] = []
+        if failure is None:
+            try:
+                for features in samples:
+                    forwarded.append(self._add(features))
+            except Exception as error:
+                failure = error
+        self.phases.enter("reduce")
+        self._raise_flags(forwarded, failure, stop)
+        self.world.sum_(self.gradients.buffer)
+        counts, flags = self.gradients.counted()
+        if any(flags[:-1]):
+            self._stop_together(run, forwarded, failure)
+        self.phases.enter("optimiser")
+        self.gradients.average(counts)
+        self.optimizer.step()
+        self.gradients.reset()
+        self.phases.enter("ema")
+        self.ema.update(self.model)
+        self.phases.enter(None)
+        self.step += 1
+        return Step([sample.record() for sample in forwarded], rate, flags[-1] > 0)
+
+    def _add(self, features: dict[str, Any]) -> _Forwarded:
+        """Add the clipped gradient of one sample; nothing here waits for the device."""
+        draw = draws(self.config.train, self.step, features["position"][0])
+        batch = to_device(features, self.world.device)
+        try:
+            self.phases.enter("forward")
+            with graphs.using(self.graphs):
+                loss = sample_loss(self.model, batch, self.config, draw)
+            self.phases.enter("backward")
+            loss.total.backward()  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError as error:
+            budget = Budget.of_model(self.config, self.model, self.world.device)
+            raise TpfError(budget.out_of_memory(self.step + 1, batch)) from error
+        self.phases.enter("clipping")
+        norm = self.gradients.add()
+        terms = {"loss": loss.total.detach(), **loss.terms}
+        values = torch.stack([norm, *(term.float() for term in terms.values())])
+        return _Forwarded(features, list(terms), values, loss.events)
+
+    def _raise_flags(
+        self, forwarded: list[_Forwarded], failure: Exception | None, stop: bool
+    ) -> None:
+        flags = self.gradients.flags
+        if failure is not None:
+            flags[self.world.rank] = 1.0
+        elif forwarded:
+            norm_and_loss = torch.stack([sample.values[:2] for sample in forwarded])
+            flags[self.world.rank] = (~norm_and_loss.isfinite().all()).float()
+        if stop:
+            flags[-1] = 1.0
+
+    def _stop_together(
+        self, run: RunFolder, forwarded: list[_Forwarded], failure: Exception | None
+    ) -> None:
+        """Save the state before the step, explain this rank's failure, and raise on all ranks."""
+        self.gradients.reset()
+        self.phases.enter(None)
+        if self.world.is_main and not self.steps_left_out:
+            self.save(run)
+        for sample in forwarded if failure is None else []:
+            norm, loss = sample.values[:2].tolist()
+            if not math.isfinite(norm + loss):
+                what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
+                failure = NonFinite(self._explain(run, sample.features, what))
+                break
+        if self.world.size == 1 and failure is not None:
+            raise failure
+        self.world.agree(failure)
+
+    def _explain(self, run: RunFolder, features: dict[str, Any], what: str) -> str:
+        what = f"step {self.step + 1}, sample {', '.join(features['id'])}: {what}"
+        if self.steps_left_out:  # the first one was explained in full
+            return what
+        path = run.path / f"replay-step-{self.step + 1:06d}-rank-{self.world.rank}.pt"
+        draw = draws(self.config.train, self.step, features["position"][0])
+        write_replay(path, self.config, self.model, features, draw)
+        where = locate(self.model, features, self.config, draw, self.world.device)
+        self.gradients.reset()
+        again = f"Run the step again with: tpf train --replay {path}"
+        return f"{what}; first not finite: {where}. {again}"
+
+    def leave_out(self, samples: list[dict[str, Any]], reason: str) -> dict[str, Any]:
+        """Go past a step that was not finite with weights unchanged, and return its record."""
+        self.step += 1
+        self.steps_left_out += 1
+        ids = [name for features in samples for name in features["id"]]
+        return {"loss": None, "samples": ids, "nonfinite": reason}
+
+
+def _optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _load_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    parameters = dict(model.named_parameters())
+    for entry, value in tensors.items():
+        key, name = entry.split(".", 1)
+        parameter = parameters[name]
+        place = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = value.to(place)
