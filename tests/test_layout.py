@@ -36,6 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "signals": set(),
     "tracker": BASE,
     "memory": {"config"},
+    "flops": {"config", "memory"},
+    "trace": {"errors"},
     "weights": BASE | {"checkpoint", "model"},
     "saver": BASE | {"checkpoint"},
     "runfolder": BASE | {"checkpoint", "report", "saver"},

@@ -19,7 +19,7 @@ from tpf.model.model import Model
 from tpf.step import draws, sample_loss
 
 TOLERANCE = 0.12
-"""Relative error of the estimate that is allowed, of 3 to 7 % that was found."""
+"""Relative error of the estimate that is allowed; found were 2 to 11 %."""
 
 
 def _peak(call: Callable[[], None]) -> int:
@@ -27,11 +27,10 @@ def _peak(call: Callable[[], None]) -> int:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        recorder: Any = torch.autograd.profiler.profile
+        with recorder(profile_memory=True) as profile:
             call()
-    results: Any = profile.profiler
-    events = results.kineto_results.events()
+    events = profile.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = most = 0
     for _, size in changes:
@@ -56,7 +55,7 @@ def _neighbours(sample: dict[str, Any]) -> float:
     ],
 )
 def test_estimate_of_a_step_is_what_torch_allocates(crop: int, overrides: list[str]) -> None:
-    config = load("tiny", [f"data.crop={crop}", *overrides])
+    config = load("tiny", [f"data.crop={crop}", "train.max_recycles=0", *overrides])
     torch.manual_seed(0)
     model = Model(config.model).train()
     sample = make_sample(crop, config, seed=0) | {"position": [0]}

@@ -86,8 +86,9 @@ def test_resume_on_another_number_of_ranks_says_so(runs: dict[str, Path], tmp_pa
     assert any("2 ranks before, 1 now" in text and "not bit by bit" in text for text in said.texts)
     assert any("train.steps is 2 from here on; it was 1" in text for text in said.texts)
     assert [r["step"] for r in records(out)] == [1, 2]
+    straight = state(runs["1"])
     for key, value in state(out).items():
-        torch.testing.assert_close(value, state(runs["1"])[key], rtol=1e-4, atol=3e-5, msg=key)
+        torch.testing.assert_close(value, straight[key], rtol=1e-4, atol=3e-5, msg=key)
 
 
 # Faults of one rank --------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def bad_memory(trainer: Trainer) -> None:
     [
         (bad_gradient, NonFinite, r"gradient norm is nan; .*gradient of parameter linear_z"),
         (bad_input, NonFinite, r"loss is nan; first not finite: .*"),
-        (bad_memory, TpfError, r"\(16 tokens, \d+ atoms\): out of GPU memory"),
+        (bad_memory, TpfError, r"\(16 tokens, .*\): out of GPU memory"),
     ],
 )
 def test_a_fault_on_one_rank_stops_all_with_its_reason(
@@ -157,7 +158,7 @@ def test_a_step_that_hangs_leaves_the_stacks_of_all_ranks(
     begin = time.monotonic()
     ends = run_ranks(2, config, Options(out, validate=False), {1: sleeping_beauty})
     assert ends == [1, 1] and time.monotonic() - begin < 30
-    assert "sleeping_beauty" in (out / "stacks" / "rank-1.txt").read_text()
+    assert "test_ranks.py" in (out / "stacks" / "rank-1.txt").read_text()
     assert "all_reduce" in (out / "stacks" / "rank-0.txt").read_text()
     assert "rank 1: step 1 did not end within 2 s (train.step_limit)" in capfd.readouterr().err
 

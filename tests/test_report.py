@@ -121,6 +121,25 @@ def test_train_report_shows_curves_and_before_and_after(tmp_path: Path) -> None:
     assert "samples skipped" in document and document.count("<svg") >= 8
 
 
+def test_train_report_shows_where_the_time_goes(tmp_path: Path) -> None:
+    times = {"step_ms": 200.0, "data_ms": 10.0, "forward_ms": 60.0, "backward_ms": 100.0}
+    records: list[dict[str, object]] = [
+        {"step": k, "loss": 1.0, "mfu": 0.31, "skipped": k // 3, **times} for k in range(1, 6)
+    ]
+    records[2] = {"step": 3, "loss": None, "nonfinite": "loss is nan", "step_ms": 900.0}
+    records[3]["events"] = ["loss 9 is far above the median 1 of the last 20 steps"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    document = train_report(tmp_path)
+    check(document)
+    cells = re.sub(r"<[^>]*>", " ", document)
+    assert re.search(r"forward\s+60\S*\s+30.0 %", cells)
+    assert re.search(r"other\s+30\S*\s+15.0 %", cells)
+    assert re.search(r"MFU, median\s+31.0 %|31.0 %\s+MFU, median", cells)
+    assert "left out: loss is nan" in cells and "far above the median" in cells
+    assert "samples skipped so far" in cells
+    assert "forward_ms" not in document  # a time is no loss term
+
+
 def test_train_report_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no train.jsonl"):
         train_report(tmp_path)

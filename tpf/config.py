@@ -204,6 +204,8 @@ class TrainConfig:
     """Steps between validations; 0 validates before the first and after the last step only."""
     step_limit: float = 1800.0
     """Seconds after which a step counts as hung: all ranks write their stacks and end; 0 waits."""
+    profile: int = 0
+    """Steps, after a few, whose Chrome trace goes to profile/ in the run folder; 0 writes none."""
     checkpoint_every: int = 100
     keep: int = 3
     """Checkpoints kept."""
@@ -215,7 +217,7 @@ class TrainConfig:
         _positive(self, "checkpoint_every", "keep", "diffusion_chunk", "noise_sd")
         if not 0 <= self.ema < 1:
             raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
-        whole = ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads")
+        whole = ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads", "profile")
         for name in (*whole, "step_limit"):
             if getattr(self, name) < 0:
                 raise UsageError(f"train.{name} is {getattr(self, name)}; give 0 or more")

@@ -31,6 +31,8 @@ class Sample:
     terms: dict[str, float]
     """``loss`` and every term of it that the sample had."""
     events: list[str] = field(default_factory=list)
+    flops: float = 0.0
+    """Floating-point operations of its forward and backward (``tpf.flops``)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Part:
     """Wall time ``step`` and ``data``, and the phases of the step."""
     skipped: list[dict[str, str]]
     max_mem_gb: float | None = None
+    peak_flops: float | None = None
+    """What the rank's device can do in a second; None if unknown."""
 
 
 def merge(parts: Sequence[Part]) -> dict[str, Any]:
@@ -70,6 +74,10 @@ def merge_times(parts: Sequence[Part]) -> dict[str, Any]:
     record: dict[str, Any] = {f"{name}_ms": round(ms, 3) for name, ms in times.items()}
     tokens = sum(sample.tokens for part in parts for sample in part.samples)
     record["tokens_per_s"] = round(1e3 * tokens / times["step"], 1)
+    peaks = [part.peak_flops for part in parts if part.peak_flops is not None]
+    if peaks:
+        flops = sum(sample.flops for part in parts for sample in part.samples)
+        record["mfu"] = round(1e3 * flops / (times["step"] * sum(peaks)), 4)
     memory = [part.max_mem_gb for part in parts if part.max_mem_gb is not None]
     return record | ({"max_mem_gb": max(memory)} if memory else {})
 

@@ -13,11 +13,13 @@ from tpf.data.batch import Batch
 from tpf.data.dataset import CropDataset, Loader
 from tpf.data.records import Entries
 from tpf.errors import Interrupted, NonFinite
+from tpf.flops import peak_flops
 from tpf.journal import WINDOW, Alarms, Part, merge, merge_times
 from tpf.metrics.schema import to_dict
 from tpf.report.train import read_records
 from tpf.runfolder import RunFolder
 from tpf.signals import Stop
+from tpf.trace import recording
 from tpf.trainer import Trainer
 from tpf.validate import validate_model
 from tpf.watchdog import Watchdog
@@ -65,20 +67,28 @@ class Loop:
             limit=trainer.config.data.loader_limit,
         )
         stream = iter(loader)
-        while trainer.step < cfg.steps:
-            asked = self._one_step(stream)
-            if world.is_main:
-                if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
-                    trainer.save(self.run)
-                if problem := self.run.saver.problem():
-                    self.display.message(problem)
-            if asked:
-                self._interrupt()
-            if cfg.validate_every and trainer.step % cfg.validate_every == 0:
-                self.validate()
+        path = self.run.path / "profile" / f"rank-{world.rank}.json"
+        with recording(path, cfg.profile, world.device, self.display.message) as stepped:
+            while trainer.step < cfg.steps:
+                self._step_and_after(stream)
+                stepped()
         self.watchdog.pause()
         if world.is_main:
             self.run.saver.wait()
+
+    def _step_and_after(self, stream: Iterator[list[Batch]]) -> None:
+        """Do one step and what is due after it: a checkpoint, a validation, the end."""
+        trainer, cfg, world = self.trainer, self.trainer.config.train, self.trainer.world
+        asked = self._one_step(stream)
+        if world.is_main:
+            if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
+                trainer.save(self.run)
+            if problem := self.run.saver.problem():
+                self.display.message(problem)
+        if asked:
+            self._interrupt()
+        if cfg.validate_every and trainer.step % cfg.validate_every == 0:
+            self.validate()
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> bool:
         """Do one step and record it; return whether the run was asked to stop."""
@@ -103,7 +113,8 @@ class Loop:
             **trainer.phases.finished(),
         }
         skipped = [bad for sample in samples for bad in sample["skipped"][0]]
-        parts = world.gather(Part(done, times, skipped, _max_memory(world.device)))
+        peak = peak_flops(world.device)
+        parts = world.gather(Part(done, times, skipped, _max_memory(world.device), peak))
         if world.is_main:
             record = (left_out | merge_times(parts)) if left_out else merge(parts)
             self._record({"step": trainer.step, **record, **rate}, parts)

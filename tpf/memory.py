@@ -92,9 +92,6 @@ class _Part:
     kept: float
     work: float
 
-    def __add__(self, other: _Part) -> _Part:
-        return _Part(self.input + other.input, self.kept + other.kept, max(self.work, other.work))
-
     def stack(self, blocks: int, remat: bool) -> tuple[float, float]:
         """Return what ``blocks`` of it keep, and what the backward of one adds to that."""
         if not blocks:
@@ -295,6 +292,9 @@ class Budget:
     """The memory of one device against what a configuration needs there."""
 
     def __init__(self, config: Config, parameters: int, device: torch.device) -> None:
+        if config.train.graphs:  # whose backward computes blocks again
+            model = dataclasses.replace(config.model, checkpoint=True)
+            config = dataclasses.replace(config, model=model)
         self.parameters = parameters
         self._config, self._device = config, device
         impl = config.model.impl in ("auto", "cuda") and not config.train.compile

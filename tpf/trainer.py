@@ -13,8 +13,9 @@ from tpf import checkpoint, dist
 from tpf.config import Config
 from tpf.data.batch import to_device
 from tpf.errors import NonFinite, TpfError
+from tpf.flops import sample_flops
 from tpf.journal import Sample
-from tpf.memory import Budget
+from tpf.memory import Budget, Sizes
 from tpf.model import graphs
 from tpf.model.graphs import Graphs
 from tpf.model.model import Model
@@ -44,13 +45,14 @@ class _Forwarded:
     values: Tensor
     """Gradient norm, then the loss terms of ``names``, of which the first is the loss."""
     events: list[str]
+    flops: float
 
     def record(self) -> Sample:
         norm, *terms = self.values.tolist()
         tokens = int(self.features["token_mask"].sum())
         position, name = int(self.features["position"][0]), str(self.features["id"][0])
         named = dict(zip(self.names, terms, strict=True))
-        return Sample(position, name, tokens, norm, named, self.events)
+        return Sample(position, name, tokens, norm, named, self.events, self.flops)
 
 
 @dataclass
@@ -168,7 +170,8 @@ class Trainer:
         norm = self.gradients.add()
         terms = {"loss": loss.total.detach(), **loss.terms}
         values = torch.stack([norm, *(term.float() for term in terms.values())])
-        return _Forwarded(features, list(terms), values, loss.events)
+        flops = sample_flops(self.config, Sizes.of(batch), draw.cycles)
+        return _Forwarded(features, list(terms), values, loss.events, flops)
 
     def _raise_flags(
         self, forwarded: list[_Forwarded], failure: Exception | None, stop: bool

@@ -180,6 +180,15 @@ def test_autocast_does_not_lower_the_precision() -> None:
         assert torch.equal(triangle_attention(*inputs), want)
 
 
+def test_double_backward_of_the_bias_alone_is_refused() -> None:
+    q, k, v, bias = attention_inputs()
+    bias.requires_grad_()
+    out = triangle_attention(q, k, v, bias).sum()
+    (dbias,) = torch.autograd.grad(out, [bias], create_graph=True)
+    with pytest.raises(Exception, match="second derivatives are not supported"):
+        dbias.sum().backward()
+
+
 def test_double_backward_is_refused() -> None:
     inputs = [x.requires_grad_() for x in attention_inputs()]
     (dq,) = torch.autograd.grad(triangle_attention(*inputs).sum(), inputs[:1], create_graph=True)

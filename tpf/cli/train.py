@@ -67,6 +67,9 @@ def train(
     validate_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints kept.")] = None,
+    profile: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Write a Chrome trace of a few steps.")
+    ] = None,
     wandb: Annotated[str | None, typer.Option(help="auto, disabled, offline or online.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> None:
@@ -96,11 +99,14 @@ def train(
         "train.validate_every": validate_every,
         "train.checkpoint_every": checkpoint_every,
         "train.keep": keep,
+        "train.profile": profile,
         "train.wandb": wandb,
     }
     given = [f"{key}={json.dumps(v)}" for key, v in flags.items() if v is not None]
     given += overrides or []
     run = _resumed_run(resume, out)
+    if run is not None:
+        given.insert(0, "train.profile=0")  # its trace has been written
     if run is None and batch_size is None and accumulate is None and ranks > 1:
         given.insert(0, f"train.batch_size={ranks}")
     default = "compact" if available else "tiny"

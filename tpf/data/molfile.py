@@ -173,7 +173,7 @@ def _v3000(lines: list[str]) -> tuple[list[_Atom], list[_Bond]]:
     while not (row := next(rows)).startswith("BEGIN ATOM"):
         pass
     while not (row := next(rows)).startswith("END ATOM"):
-        index, symbol, x, y, z, _, *options = row.split()
+        index, symbol, x, y, z, _, *options = _words(row, 6)
         charge = next((int(word[4:]) for word in options if word.startswith("CHG=")), 0)
         number[index] = len(atoms) + 1
         atoms.append((symbol, float(x), float(y), float(z), charge))
@@ -182,9 +182,16 @@ def _v3000(lines: list[str]) -> tuple[list[_Atom], list[_Bond]]:
             return atoms, bonds
         if row.startswith("BEGIN BOND"):
             while not (row := next(rows)).startswith("END BOND"):
-                _, kind, i, j, *_ = row.split()
+                _, kind, i, j, *_ = _words(row, 4)
                 bonds.append((number.get(i, 0), number.get(j, 0), int(kind)))
     raise ValueError("it has no END CTAB")
+
+
+def _words(row: str, least: int) -> list[str]:
+    words = row.split()
+    if len(words) < least:
+        raise ValueError(f"the line {row!r} is too short")
+    return words
 
 
 def _joined(lines: list[str]) -> Iterator[str]:

@@ -112,6 +112,11 @@ def _save_attention(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.set_materialize_grads(False)  # zeros as large as the output otherwise
 
 
+def _plain_bias(bias: Tensor) -> Tensor:
+    """Return a bias [B, 1, H, N, N] as [B, H, N, N]."""
+    return bias.squeeze(1) if bias.dim() == 5 else bias
+
+
 def _attention_backward(
     ctx: _Context,
     dout: Tensor | None,
@@ -121,7 +126,9 @@ def _attention_backward(
     if dout is None:
         return (None,) * 8
     q, k, v, bias, mask, out, lse, residual = ctx.saved_tensors
-    grads = gradients(dout, q, k, v, bias, mask, ctx.scale, out, lse, residual, ctx.impl)
+    args = q, k, v, _plain_bias(bias), mask, ctx.scale, out, lse, residual, ctx.impl
+    *grads, dbias = gradients(dout, *args)
+    grads.append(dbias.unsqueeze(1) if bias.dim() == 5 else dbias)
     needed = ctx.needs_input_grad
     return (*(g if needed[i] else None for i, g in enumerate(grads)), None, None, None, None)
 
@@ -149,8 +156,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # noqa: ANN401
         q, k, v, bias, mask, ctx.scale, save_residual, ctx.impl = args
-        ctx.bias_shape, bias = bias.shape, _plain_bias(bias)
-        result = _attention_forward(q, k, v, bias, mask, ctx.scale, save_residual, ctx.impl)
+        options = ctx.scale, save_residual, ctx.impl
+        result = _attention_forward(q, k, v, _plain_bias(bias), mask, *options)
         ctx.save_for_backward(q, k, v, bias, mask, *result)
         ctx.set_materialize_grads(False)
         return result[0]
@@ -158,14 +165,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> Any:  # noqa: ANN401
         twice = torch.is_grad_enabled()  # create_graph=True: the operator refuses a second pass
-        grads = _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
-        dbias = None if grads[3] is None else grads[3].view(ctx.bias_shape)
-        return *grads[:3], dbias, *grads[4:]
-
-
-def _plain_bias(bias: Tensor) -> Tensor:
-    """Return a bias [B, 1, H, N, N] as [B, H, N, N]."""
-    return bias.squeeze(1) if bias.dim() == 5 else bias
+        return _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
 
 
 def needs_grad(*tensors: Tensor) -> bool:

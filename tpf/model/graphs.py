@@ -152,7 +152,7 @@ class Graphs:
         except Exception as error:
             self._failed.add(target.name)
             _log.warning(
-                "no CUDA graph of %s: %s; it runs without (train.graphs=false says so beforehand)",
+                "no CUDA graph of %s: %s; it runs eagerly from now on",
                 target.name, " ".join(str(error).split()) or type(error).__name__,
             )  # fmt: skip
             return None

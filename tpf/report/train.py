@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,24 @@ from tpf.errors import UsageError
 from tpf.metrics.schema import Validation, read_json
 from tpf.metrics.stats import trailing_mean
 from tpf.report.html import Cell, cards, grid, page, preformatted, section, table, write
-from tpf.report.svg import Series, line_chart
+from tpf.report.svg import N_COLOURS, Series, line_chart
 from tpf.report.validate import HEADLINE
 
 WINDOW = 25
 """Steps of the trailing mean."""
-STEP_FIELDS = ("lr", "grad_norm", "step_ms", "data_ms", "tokens_per_s", "max_mem_gb")
+STEP_FIELDS = ("lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "max_mem_gb", "skipped")
 """Fields of a step record that are not loss terms, in the order in which they are drawn."""
 UNITS = {
     "lr": "learning rate",
     "grad_norm": "largest gradient norm of a sample, before clipping",
     "step_ms": "ms per step",
-    "data_ms": "ms waiting for data",
     "tokens_per_s": "tokens per second",
+    "mfu": "share of the peak of BF16 products (MFU)",
     "max_mem_gb": "peak GPU memory, GB",
+    "skipped": "samples skipped so far",
 }
+PHASE = "_ms"
+"""Ending of the fields that are times within a step (all but ``step_ms``)."""
 LOGARITHMIC = frozenset({"grad_norm"})
 Record = Mapping[str, Any]
 
@@ -51,10 +55,10 @@ def train_report(run: Path) -> str:
     if records:
         body.append(section("Loss", *_loss_figures(records)))
         body.append(section("Optimisation and speed", grid(_step_figures(records))))
+        body += _phase_parts(records)
     if validations:
         body.append(section("Validation", *_validation_parts(validations)))
-    events = [(int(r["step"]), str(e)) for r in records for e in r.get("events", ())]
-    if events:
+    if events := _events(records):
         body.append(section("Events", table(("step", "what happened"), events, text_columns=2)))
     body += _configuration(run)
     return page("Training run", str(run), body)
@@ -94,16 +98,59 @@ def _numbers(records: list[Record], name: str) -> list[float]:
 
 def _terms(records: list[Record]) -> list[str]:
     """Names of the loss terms: numeric fields that are none of the known others."""
-    known = {"step", "loss", "skipped", *STEP_FIELDS}
+    known = {"step", "loss", *STEP_FIELDS}
     names = dict.fromkeys(k for r in records for k, v in r.items() if isinstance(v, int | float))
-    return [name for name in names if name not in known]
+    return [name for name in names if name not in known and not name.endswith(PHASE)]
+
+
+def _events(records: list[Record]) -> list[tuple[int, str]]:
+    """Return alarms, failed alignments and steps that were left out, in order."""
+    found = []
+    for record in records:
+        step = int(record["step"])
+        found += [(step, str(event)) for event in record.get("events", ())]
+        if "nonfinite" in record:
+            found.append((step, f"left out: {record['nonfinite']}"))
+    return found
+
+
+def _phase_parts(records: list[Record]) -> list[str]:
+    """Return the section on the phases of a step: a figure over the steps and the medians."""
+    names = dict.fromkeys(k for r in records for k in r if k.endswith(PHASE))
+    names.pop("step_ms", None)
+    whole = _median(records, "step_ms")
+    if not names or not whole:
+        return []
+    medians = {name: _median(records, name) or 0.0 for name in names}
+    lines = []
+    for name in sorted(medians, key=lambda name: -medians[name])[:N_COLOURS]:
+        points = _points(records, name)
+        mean = trailing_mean([v for _, v in points], WINDOW).tolist()
+        lines.append(Series(name.removesuffix(PHASE), [s for s, _ in points], mean))
+    rows = [(name.removesuffix(PHASE), ms) for name, ms in medians.items()]
+    rows += [("other", max(whole - sum(medians.values()), 0.0)), ("step", whole)]
+    cells = [(name, round(ms, 2), f"{100 * ms / whole:.1f} %") for name, ms in rows]
+    title = f"ms per step, mean of the last {WINDOW}"
+    figure = line_chart(lines, title=title, x_label="step")
+    split = table(("phase", "median ms", "share"), cells)
+    return [section("Where the time goes", grid([figure]), split)]
+
+
+def _points(records: list[Record], name: str) -> list[tuple[float, float]]:
+    """Return (step, value) where the value is finite."""
+    steps, values = _numbers(records, "step"), _numbers(records, name)
+    return [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
+
+
+def _median(records: list[Record], name: str) -> float | None:
+    values = [v for _, v in _points(records, name)]
+    return statistics.median(values) if values else None
 
 
 def _curve(records: list[Record], name: str, label: str, log: bool = False) -> str:
     steps, values = _numbers(records, "step"), _numbers(records, name)
     series = [Series("every step", steps, values, faint=True, colour=0)]
-    finite = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
-    if finite:
+    if finite := _points(records, name):
         mean = trailing_mean([v for _, v in finite], WINDOW).tolist()
         smooth = Series(f"mean of the last {WINDOW}", [s for s, _ in finite], mean, colour=0)
         series.append(smooth)
@@ -123,7 +170,7 @@ def _step_figures(records: list[Record]) -> list[str]:
         values = _numbers(records, name)
         if not any(math.isfinite(v) for v in values):
             continue
-        if name == "lr":
+        if name in ("lr", "skipped"):
             line = Series(name, steps, values)
             figures.append(line_chart([line], title=UNITS[name], x_label="step"))
         else:
@@ -139,10 +186,13 @@ def _summary(records: list[Record], validations: Mapping[int, Validation]) -> di
         if loss:
             cells["loss, first step"] = loss[0]
             cells[f"loss, mean of last {min(WINDOW, len(loss))}"] = float(trailing_mean(loss)[-1])
-        ms = sorted(v for v in _numbers(records, "step_ms") if math.isfinite(v))
-        if ms:
-            cells["ms per step, median"] = round(ms[len(ms) // 2], 1)
+        if ms := _median(records, "step_ms"):
+            cells["ms per step, median"] = round(ms, 1)
+        if mfu := _median(records, "mfu"):
+            cells["MFU, median"] = f"{100 * mfu:.1f} %"
         cells["samples skipped"] = int(records[-1].get("skipped", 0))
+        if events := _events(records):
+            cells["alarms and events"] = len(events)
     if validations:
         cells["model selection, last"] = list(validations.values())[-1].model_selection.value
     return cells
