@@ -3,7 +3,7 @@
 #   NPROC     ranks on this machine [its GPUs, or 1]
 #   NNODES    machines; run this same line on each [1]
 #   HEAD      HOST:PORT of the first machine, for several
-#   RESTARTS  how often ranks start anew, from the last checkpoint, when one dies [0]
+#   RESTARTS  how often ranks start anew, from the last checkpoint, when one dies; needs --out [0]
 #   TPF_DRY   1 prints the command and runs nothing
 # tpf train --gpus N needs none of this; it is for clusters that expect torchrun.
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)

@@ -13,6 +13,7 @@ from typing import Any
 from tpf import dist
 from tpf.cli.display import Silent
 from tpf.config import Config, load
+from tpf.launch import plan
 from tpf.train import Options, train
 from tpf.trainer import Trainer
 
@@ -56,8 +57,26 @@ class Ended:
     messages: list[str]
 
 
+def torch_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return what torchrun would set."""
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "localhost", **{name: str(n) for name, n in numbers.items()}}
+
+
+def slurm_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return what srun would set; ``port`` comes from the job's id."""
+    numbers = {"NTASKS": size, "STEP_NUM_TASKS": size, "PROCID": rank, "LOCALID": rank}
+    numbers |= {"JOB_ID": port, "STEP_ID": 0, "STEP_NUM_NODES": 1}
+    found = {f"SLURM_{name}": str(n) for name, n in numbers.items()}
+    return found | {"SLURM_STEP_NODELIST": "localhost"}
+
+
 def run_ranks(
-    size: int, config: Config, options: Options, faults: dict[int, Prepare] | None = None
+    size: int,
+    config: Config,
+    options: Options,
+    faults: dict[int, Prepare] | None = None,
+    variables: Callable[[int, int, int], dict[str, str]] = torch_variables,
 ) -> list[Ended | int]:
     """Train on forked ranks and return how each ended: an exit code where it could not say.
 
@@ -71,7 +90,7 @@ def run_ranks(
     for rank in range(size):
         receive, send = context.Pipe(duplex=False)
         mine = replace(options, prepare=(faults or {}).get(rank))
-        arguments = (send, rank, size, port, config, mine)
+        arguments = (send, variables(rank, size, port), config, mine)
         processes.append(context.Process(target=_one, args=arguments))
         processes[-1].start()
         send.close()
@@ -87,11 +106,11 @@ def run_ranks(
     return ends
 
 
-def _one(send: Any, rank: int, size: int, port: int, config: Config, options: Options) -> None:
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", **{k: str(v) for k, v in names.items()}}
+def _one(send: Any, variables: dict[str, str], config: Config, options: Options) -> None:
+    os.environ |= variables
     messages, failure = Messages(), None
     try:
+        assert plan(None, 1, None, 0).kind == "join"
         train(config, options, messages)
     except Exception as error:
         failure = error

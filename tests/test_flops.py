@@ -34,9 +34,12 @@ def _multiplication(z: Any, mask: Any, w: Any, direction: str, **_: Any) -> Any:
 @pytest.mark.parametrize(
     ("crop", "overrides"),
     [
-        (24, []),
-        (40, ["model.msa_blocks=2", "train.diffusion_samples=3", "train.max_recycles=0"]),
-        (24, ["loss.plddt=0", "loss.pde=0", "loss.pae=0", "loss.resolved=0"]),
+        (24, ["train.diffusion_samples=4"]),
+        (
+            32,
+            ["model.msa_blocks=2", "train.diffusion_samples=2", "train.max_recycles=0"]
+            + ["loss.plddt=0", "loss.pde=0", "loss.pae=0", "loss.resolved=0"],
+        ),
     ],
 )
 def test_formula_counts_what_runs(

@@ -49,9 +49,8 @@ def _neighbours(sample: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     ("crop", "overrides"),
     [
-        (48, ["train.diffusion_samples=4"]),
-        (48, ["train.diffusion_samples=8", "model.checkpoint=true"]),
-        (80, ["train.diffusion_samples=1", "model.checkpoint=true"]),
+        (40, ["train.diffusion_samples=8"]),
+        (64, ["train.diffusion_samples=1", "model.checkpoint=true"]),
     ],
 )
 def test_estimate_of_a_step_is_what_torch_allocates(crop: int, overrides: list[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import SMALL, Ended, Messages, Prepare, run_ranks, small
+from ranks import SMALL, Ended, Messages, Prepare, run_ranks, slurm_variables, small
 
 from tpf import checkpoint
 from tpf.errors import NonFinite, TpfError, UsageError
@@ -69,6 +69,13 @@ def test_weights_do_not_depend_on_the_number_of_ranks(runs: dict[str, Path]) -> 
 def test_a_layout_repeats_bit_by_bit(runs: dict[str, Path]) -> None:
     one, two = state(runs["2"]), state(runs["again"])
     assert not [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def test_tasks_of_srun_are_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
+    options = Options(tmp_path / "run", validate=False)
+    ends = run_ranks(2, small("train.steps=1"), options, variables=slurm_variables)
+    assert all(isinstance(end, Ended) and end.error is None for end in ends), ends
+    assert records(tmp_path / "run")[0]["loss"] == records(runs["2"])[0]["loss"]
 
 
 def test_records_split_the_time_of_a_step(runs: dict[str, Path]) -> None:
