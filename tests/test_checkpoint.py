@@ -201,6 +201,22 @@ def test_saver_copies_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
         assert saved.extra == {"seed": step}
 
 
+@pytest.mark.gpu
+def test_saver_copies_in_the_order_of_the_stream(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    state = {part: {"w": torch.zeros(1 << 24, device="cuda")} for part in _tensors(0)}
+    for step in (1, 2):
+        for named in state.values():
+            named["w"] += 1
+        saver.save(step, CONFIG, state, {})
+        for named in state.values():
+            named["w"].add_(10).sub_(10)
+    saver.wait()
+    for step in (1, 2):
+        saved = checkpoint.load(tmp_path / "checkpoints" / f"step-{step:06d}")
+        assert all((part["w"] == step).all() for part in (saved.model, saved.ema, saved.optimizer))
+
+
 def test_run_folder_that_cannot_be_written_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written") as caught:

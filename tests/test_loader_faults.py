@@ -48,19 +48,22 @@ def test_a_failing_entry_brings_its_traceback() -> None:
 
 
 def test_an_unforeseen_error_brings_the_workers_traceback() -> None:
-    with pytest.raises(ZeroDivisionError, match="(?s)loader worker process 0.*division by zero"):
+    with pytest.raises(
+        ZeroDivisionError, match="(?s)DataLoader worker process 0.*in <lambda>"
+    ) as caught:
         first(lambda: 1 / 0)
+    assert "In sample 0, entry 1abc" in caught.value.__notes__
 
 
 def test_a_worker_that_hangs_is_named() -> None:
     begin = time.monotonic()
     with pytest.raises(TpfError, match="sample 0, entry 1abc: a loader process hangs .*timed out"):
-        first(lambda: time.sleep(5), limit=1.0)
-    assert time.monotonic() - begin < 20
+        first(lambda: time.sleep(600), limit=1.0)
+    assert time.monotonic() - begin < 60
 
 
 def test_a_worker_that_is_killed_is_named() -> None:
-    with pytest.raises(TpfError, match="sample 0, entry 1abc: a loader process died .*killed"):
+    with pytest.raises(TpfError, match="sample 0, entry 1abc: a loader process (died|was killed)"):
         first(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -71,7 +74,7 @@ def test_a_sample_is_finished_before_ctrl_c_is_heard(workers: int) -> None:
 
     def interrupt() -> None:
         before = signal.signal(signal.SIGINT, lambda *_: came.append("in the sample"))
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         signal.signal(signal.SIGINT, before)
         assert not came
 

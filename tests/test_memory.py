@@ -28,7 +28,7 @@ def _peak(call: Callable[[], None]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recorder: Any = torch.autograd.profiler.profile
-        with recorder(profile_memory=True) as profile:
+        with recorder(use_kineto=True, profile_memory=True) as profile:
             call()
     events = profile.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -88,6 +88,25 @@ def test_step_on_an_h200() -> None:
     config = load("compact", ["model.checkpoint=false", *copies, *off])
     found = estimate(config, 24_153_820, Sizes(129, 1001), "cuda", fused=True)
     assert found.gib == pytest.approx(15.336, rel=0.08)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("crop", [256, 384])
+def test_estimate_of_a_compact_step_on_a_gpu(crop: int) -> None:
+    config = load("compact", [f"data.crop={crop}", "train.max_recycles=0"])
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = Model(config.model).to(device).train()
+    batch = to_device(make_sample(crop, config, seed=0) | {"position": [0]}, device)
+    most = 0
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        loss = sample_loss(model, batch, config, draws(config.train, 0, 0))
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        most = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        del loss
+    found = Budget.of_model(config, model, device).of(Sizes.of(batch))
+    assert found.peak - found.state == pytest.approx(most, rel=0.15)
 
 
 def _budget(config: Config, gib: float, monkeypatch: pytest.MonkeyPatch) -> Budget:

@@ -174,7 +174,7 @@ def restarts() -> int:
 def make_deterministic() -> None:
     """Make torch's GPU operators repeat bit by bit; call before the first of them runs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

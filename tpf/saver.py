@@ -52,7 +52,9 @@ class Saver:
     def problem(self) -> str | None:
         """Return, once, why the last write failed; None if it has not."""
         error, self._unsaid = self._unsaid, None
-        return None if error is None else f"{error}; training goes on and will try again"
+        return (
+            None if error is None else f"{error} (training goes on and tries again at the next one)"
+        )
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import multiprocessing
 import signal
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +37,9 @@ EPOCH = 128_000
 """Samples of one epoch (AF3 SI 5.2)."""
 MAX_DRAWS = 20
 """Entries tried for one sample before the data set is called broken."""
+
+_LOST = {"timed out": "hangs", "exited unexpectedly": "died", "killed by signal": "was killed"}
+"""What torch says of a loader process that gives no sample, and what that means."""
 
 log = logging.getLogger(__name__)
 
@@ -284,16 +288,26 @@ class Loader:
                 samples = []
 
     def _items(self) -> Iterator[dict[str, Any]]:
+        others = set(multiprocessing.active_children())
         source = iter(self._loader)
+        workers = set(multiprocessing.active_children()) - others
         for position in self._positions:
             try:
                 with _keeping_ctrl_c():
                     item = next(source)
-            except RuntimeError as error:
-                what = "hangs" if "timed out" in str(error) else "died"
+            except Exception as error:
+                for worker in workers:  # one that hangs would keep this process from ending
+                    with suppress(RuntimeError):  # so torch tells of its death
+                        worker.kill()
+                        worker.join()
+                where = f"sample {position}, entry {self._dataset.entry(position)}"
+                how = next((how for sign, how in _LOST.items() if sign in str(error)), None)
+                if how is None:
+                    error.add_note(f"In {where}")
+                    raise
                 raise TpfError(
-                    f"sample {position}, entry {self._dataset.entry(position)}: a loader process "
-                    f"{what} ({error}); look at the entry with tpf data show, or lower data.workers"
+                    f"{where}: a loader process {how} ({error}); look at the entry with "
+                    "tpf data show, or lower data.workers"
                 ) from error
             if isinstance(item, _Failed):
                 del source  # ends the workers now; in the garbage collector it takes seconds
