@@ -27,4 +27,6 @@ if [ "${TPF_DRY:-0}" = 1 ]; then
 fi
 # After a signal torchrun kills its ranks when this is over, in the middle of a save if need be.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}
+# Ranks that start anew must not meet at the addresses of those before them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "${command[@]}"

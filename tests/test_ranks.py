@@ -236,16 +236,19 @@ def test_killed_rank_without_restarts_ends_the_job(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL, as the system", errors), errors
-    assert "nothing is lost but the steps since the last checkpoint" in errors
+    assert "nothing is lost but the work since the last checkpoint" in errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_two_launchers_are_two_nodes(number: signal.Signals, tmp_path: Path) -> None:
+    """The rank of one node is killed and starts anew on both; then a signal to one node."""
     out = tmp_path / "run"
-    arguments = ("1", "0", "2", "localhost:29417", "train.batch_size=2", "train.steps=1000")
+    arguments = ("1", "1", "2", "localhost:29417", "train.batch_size=2", "train.steps=1000")
     nodes = [_launch(out, *arguments) for _ in range(2)]
     _wait_for_step(out, 2, nodes[0])
+    os.kill(_ranks_of(nodes[0])[0], signal.SIGKILL)
+    _wait_for_step(out, len(records(out)) + 2, nodes[0])
     nodes[1].send_signal(number)  # one node is told, both stop
     for node in nodes:
         _, errors = node.communicate(timeout=120)

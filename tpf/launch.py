@@ -23,7 +23,10 @@ RUN_ID = "tpf"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOPPED = "TPF_STOPPED"
 """Variable that tells ranks which are started late that the job was asked to stop."""
-GO_ON = "go on with --resume: nothing is lost but the steps since the last checkpoint"
+GO_ON = (
+    "the same command goes on (tpf train: with --resume); nothing is lost but the work since the "
+    "last checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ def launch(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Ranks that start anew would look for each other at the addresses of those before them.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=chosen.nodes,
         max_nodes=chosen.nodes,
@@ -150,7 +155,7 @@ def launch(
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if received and failure.exitcode < 0:
-                raise errors.Interrupted(f"interrupted before a step could end; {GO_ON}") from error
+                raise errors.Interrupted(f"interrupted; {GO_ON}") from error
             raise _error_of(rank, failure) from error
     for value in found.values():
         if isinstance(value, TpfError):
@@ -162,6 +167,7 @@ def _rank(entry: Callable[..., Any], *arguments: Any) -> Any:
     """Run one rank; hand over an error of all ranks, which no restart would mend, as the result."""
     if STOPPED in os.environ:
         return errors.Interrupted(f"interrupted while the ranks were started anew; {GO_ON}")
+    launcher = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the launcher passes it on
     try:
         return entry(*arguments)
@@ -169,6 +175,10 @@ def _rank(entry: Callable[..., Any], *arguments: Any) -> Any:
         if not error.shared:
             raise
         return error
+    finally:  # torch waits for the launcher, and sends SIGINT when that dies
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.getppid() != launcher:
+            os._exit(errors.Interrupted.exit_code)
 
 
 @contextmanager
@@ -222,18 +232,20 @@ def _telling_of_restarts(restarts: int) -> Iterator[None]:
                 flush=True,
             )
 
-    loud = logging.getLogger("torch.distributed.elastic")
+    names = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
     source = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    teller, levels = Teller(), (loud.level, source.level)
-    loud.setLevel(logging.CRITICAL)
+    loggers = [*map(logging.getLogger, names), source]
+    teller, levels = Teller(), [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     source.setLevel(logging.ERROR)
     source.addHandler(teller)
     source.propagate = False
     try:
         yield
     finally:
-        loud.setLevel(levels[0])
-        source.setLevel(levels[1])
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         source.removeHandler(teller)
         source.propagate = True
 

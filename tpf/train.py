@@ -58,10 +58,7 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     from the last checkpoint.
     """
     world = dist.prepare(config.train)
-    options = dataclasses.replace(options, out=world.share(options.out)[0])
-    started = world.is_main and dist.restarts() > 0 and (options.out / "config.yaml").is_file()
-    if world.any(started):
-        options = dataclasses.replace(options, resume=True)
+    options = _agreed(options, world)
     with world.together():
         trainer, dataset, targets, start = _prepare(config, options, world)
     run = _open(trainer, options, start, display)
@@ -97,6 +94,17 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
             display.close()
             with contextlib.suppress(OSError, UsageError):  # a run without any step has no report
                 write_train_report(run.path)
+
+
+def _agreed(options: Options, world: dist.World) -> Options:
+    """Return the options with the main rank's folder, resuming it if ranks have been started anew.
+
+    Only the nodes of which a rank died count their restarts.
+    """
+    shared = world.share((options.out, dist.restarts() > 0))
+    out, anew = shared[0][0], any(again for _, again in shared)
+    begun = world.any(world.is_main and anew and (out / "config.yaml").is_file())
+    return dataclasses.replace(options, out=out, resume=options.resume or begun)
 
 
 def _prepare(

@@ -85,8 +85,15 @@ class Rich:
         table = Table(title="tpf train", show_header=False)
         for name, value in facts.items():
             text = f"{value:,}" if isinstance(value, int) else str(value)
-            table.add_row(name.replace("_", " "), text)
+            if not isinstance(value, dict):
+                table.add_row(name.replace("_", " "), text)
         self.console.print(table)
+        for name, rows in facts.items():
+            if isinstance(rows, dict):
+                details = Table(title=name, show_header=False)
+                for row in rows.items():
+                    details.add_row(*row)
+                self.console.print(details)
         self.console.print("validating the start weights ...")
 
     def step(self, record: dict[str, Any], steps: int) -> None:
@@ -111,7 +118,6 @@ class Rich:
             self.console.print(f"  {skipped} entries not validated (listed in metrics.json)")
 
     def message(self, text: str) -> None:
-        self.progress.stop()
         self.console.print(text)
 
     def end(self, summary: dict[str, Any]) -> None:
