@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runs import Messages
+
 from tpf import dist
-from tpf.cli.display import Silent
 from tpf.config import Config, load
 from tpf.launch import plan
 from tpf.train import Options, train
@@ -37,16 +38,6 @@ Prepare = Callable[[Trainer], None]
 
 def small(*overrides: str) -> Config:
     return load("tiny", [*SMALL, *overrides])
-
-
-class Messages(Silent):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @dataclass(frozen=True)

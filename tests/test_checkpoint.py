@@ -57,10 +57,13 @@ def test_no_temporary_files_stay(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 1_000_000):
         _save(tmp_path, step)
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, 1_000_000)
     assert checkpoint.resolve(tmp_path).name == "step-1000000"
     assert not (tmp_path / "checkpoints" / "step-000002").exists()
     assert (tmp_path / "checkpoints" / "step-000003").exists()
+    _save(tmp_path, 4)
+    checkpoint.prune(tmp_path, 1, 4)  # of a run that went back before a damaged checkpoint
+    assert _names(tmp_path) == ["last", "step-000004", "step-1000000"]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "state", "step", "bit"])
@@ -97,7 +100,7 @@ def test_interrupted_write_is_not_seen(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(TpfError, match="free space or choose another --out"):
+    with pytest.raises(TpfError, match="free space or make it writable"):
         _save(tmp_path, 1)
 
 
@@ -123,7 +126,7 @@ def test_pruning_leaves_nothing_half_deleted(
     for step in (1, 2):
         _save(tmp_path, step)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune(tmp_path, 1, 2)
     visible = [name for name in _names(tmp_path) if not name.startswith(".")]
     assert visible == ["last", "step-000002"]
 
@@ -172,7 +175,7 @@ def test_full_disk_is_survived_and_told_once(small_disk: Path) -> None:
         time.sleep(0.01)
     assert "step-000003" in problem and saver.problem() is None
     saver.save(4, CONFIG, _tensors(4, 5_000), {})  # fits again
-    saver.wait()
+    assert saver.close() is None
     assert checkpoint.load_last(small_disk, print).step == 4
 
 
@@ -186,19 +189,20 @@ def test_saver_copies_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
         return write(*arguments)
 
     monkeypatch.setattr(checkpoint, "save", slow)
-    saver, tensors = Saver(tmp_path), _tensors(1)
+    saver, tensors, skipped = Saver(tmp_path), _tensors(1), [1]
     for step in (1, 2, 3):
-        saver.save(step, CONFIG, tensors, {"seed": step})
+        saver.save(step, CONFIG, tensors, {"skipped": skipped})
         assert not (tmp_path / "checkpoints" / f"step-{step:06d}").exists()
         for named in tensors.values():
             named["w"] += 1
+        skipped.append(step + 1)
         goes_on.set()
     saver.wait()
     assert _names(tmp_path) == ["last", "step-000002", "step-000003"]  # CONFIG keeps two
     for step in (2, 3):
         saved = checkpoint.load(tmp_path / "checkpoints" / f"step-{step:06d}")
         assert torch.equal(saved.model["w"], torch.full((3,), float(step)))
-        assert saved.extra == {"seed": step}
+        assert saved.extra == {"skipped": list(range(1, step + 1))}
 
 
 @pytest.mark.gpu

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tpf.cli.train import train
 from tpf.config import load, to_yaml
+from tpf.errors import UsageError, told
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "data" / "examples"
@@ -137,6 +141,43 @@ def test_resume_keeps_the_recipe(words: list[str], sentence: str, tmp_path: Path
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("tiny")))
     message = one_sentence(tpf("train", "--resume", "run", *words, cwd=tmp_path), 2)
     assert sentence in message, message
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "words"),
+    [
+        ({}, {"wandb": "offline"}, "--wandb offline: .*; pip install wandb"),
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1"}, {"out": None}, "needs --out"),
+    ],
+)
+def test_what_cannot_start_leaves_no_run_folder(
+    variables: dict[str, str],
+    option: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=words):
+        train(**{"config": "tiny", "out": Path("run"), **option})
+    assert not list(tmp_path.iterdir())
+
+
+def test_operator_that_does_not_repeat_is_told_with_the_way_out() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    error = told(caught.value)
+    assert str(error).startswith(
+        "put_ does not have a deterministic implementation; give train.det"
+    )
+    assert error.exit_code == 1 and "torch" not in str(error)
 
 
 def test_data_check_counts_and_strict(tmp_path: Path) -> None:

@@ -11,16 +11,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tpf"
 
-BASE = {"errors", "config", "geometry"}
+BASE = {"errors", "config", "files", "geometry"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
+    "files": {"errors"},
     "geometry": {"errors"},
     "kernels": BASE,
     "model": BASE | {"kernels"},
     "losses": BASE | {"permutation"},
     "permutation": BASE,
-    "data": {"errors", "config"},
+    "data": {"errors", "config", "files"},
     "metrics": BASE | {"data", "permutation"},
     "report": BASE | {"metrics"},
     "score": BASE | {"data", "metrics", "permutation"},

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Messages, small
+from ranks import small
+from runs import Messages
 from torch import Tensor, nn
 
 from tpf.config import load

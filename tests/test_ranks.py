@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,23 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import SMALL, Ended, Messages, Prepare, run_ranks, slurm_variables, small
+from ranks import SMALL, Ended, Prepare, run_ranks, slurm_variables, small
+from runs import Messages, assert_bitwise, records, state, wait_for_step
 
 from tpf import checkpoint
-from tpf.errors import NonFinite, TpfError, UsageError
+from tpf.errors import Interrupted, NonFinite, TpfError, UsageError
 from tpf.replay import replay
-from tpf.train import Options, train
+from tpf.runfolder import RunFolder
+from tpf.train import Options, _closing, train
 from tpf.trainer import Trainer
-
-
-def records(out: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
-
-
-def state(out: Path) -> dict[str, torch.Tensor]:
-    saved = checkpoint.load(checkpoint.resolve(out))
-    parts = {"model": saved.model, "ema": saved.ema, "optimizer": saved.optimizer}
-    return {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
 
 
 def go(size: int, out: Path, *overrides: str, resume: bool = False) -> list[Ended | int]:
@@ -67,8 +58,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(runs: dict[str, Path]) -> 
 
 
 def test_a_layout_repeats_bit_by_bit(runs: dict[str, Path]) -> None:
-    one, two = state(runs["2"]), state(runs["again"])
-    assert not [name for name in one if not torch.equal(one[name], two[name])]
+    assert_bitwise(runs["2"], runs["again"])
 
 
 def test_tasks_of_srun_are_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -140,10 +130,47 @@ def test_a_fault_on_one_rank_stops_all_with_its_reason(
         assert isinstance(end, Ended) and type(end.error) is kind and end.error.shared
         pattern = rf"^rank 1 failed: step 2, sample 1ubq.*{words}"
         assert re.search(pattern, str(end.error)), end.error
+        (note,) = end.error.__notes__
+        assert note.startswith("On rank 1:\n")
+        assert kind is NonFinite or "in fail\n    raise torch.OutOfMemoryError" in note
     assert [r["step"] for r in records(out)] == [1]
     assert checkpoint.load(checkpoint.resolve(out)).step == 1  # the state before the step
+    assert not (out / "stacks").exists()
     if kind is NonFinite:
         replay(Path(str(ends[0].error).rsplit("--replay ", 1)[1]))
+
+
+def test_main_rank_that_cannot_log_ends_all_and_stays_to_the_end(tmp_path: Path) -> None:
+    def unwritable(trainer: Trainer) -> None:
+        trainer.notes["probe"] = object()
+
+    options = Options(tmp_path / "run", validate=False)
+    for end in run_ranks(2, small("train.batch_size=2"), options, {0: unwritable}):
+        assert isinstance(end, Ended) and end.error.shared
+        assert "rank 0 failed: unexpected TypeError" in str(end.error)
+
+
+def test_ranks_that_end_together_wait_for_the_files_of_the_main_one(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Watched(Messages):
+        def close(self) -> None:
+            events.append("closed")
+
+    class Other:
+        is_main = True
+
+        def barrier(self) -> None:
+            events.append("met")
+
+    run = RunFolder(tmp_path)
+    error = Interrupted("by a signal")
+    for shared, expected in ((True, ["closed", "met"]), (False, ["closed"])):
+        error.shared = shared
+        events.clear()
+        with pytest.raises(Interrupted), _closing(run, Watched(), Other()):  # type: ignore[arg-type]
+            raise error
+        assert events == expected
 
 
 def test_wrong_input_is_said_once_on_all_ranks(tmp_path: Path) -> None:
@@ -168,6 +195,10 @@ def test_a_step_that_hangs_leaves_the_stacks_of_all_ranks(
     assert "test_ranks.py" in (out / "stacks" / "rank-1.txt").read_text()
     assert "all_reduce" in (out / "stacks" / "rank-0.txt").read_text()
     assert "rank 1: step 1 did not end within 2 s (train.step_limit)" in capfd.readouterr().err
+    train(
+        small("train.batch_size=2", "train.steps=1"), Options(out, True, validate=False), Messages()
+    )
+    assert all((out / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
 
 
 # The launcher --------------------------------------------------------------------------------
@@ -187,17 +218,6 @@ def _launch(out: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and process.poll() is None:
-        log = out / "train.jsonl"
-        if log.is_file() and len(log.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.02)
-    process.kill()
-    pytest.fail(f"no step {step} within two minutes: {process.communicate()[1]}")
-
-
 def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [
@@ -211,10 +231,10 @@ def test_killed_rank_is_started_anew_and_a_signal_is_passed_on(tmp_path: Path) -
     """Kill -9 of one rank of two; after the restart, SIGINT to the whole process group."""
     out = tmp_path / "run"
     process = _launch(out, "2", "1", "1", "", "train.batch_size=2", "train.steps=1000")
-    _wait_for_step(out, 3, process)
+    wait_for_step(out, 3, process)
     os.kill(_ranks_of(process)[1], signal.SIGKILL)
     begin, before = time.monotonic(), len(records(out))
-    _wait_for_step(out, before + 3, process)
+    wait_for_step(out, before + 3, process)
     assert time.monotonic() - begin < 60
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -231,7 +251,7 @@ def test_killed_rank_is_started_anew_and_a_signal_is_passed_on(tmp_path: Path) -
 def test_killed_rank_without_restarts_ends_the_job(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _launch(out, "2", "0", "1", "", "train.batch_size=2", "train.steps=1000")
-    _wait_for_step(out, 3, process)
+    wait_for_step(out, 3, process)
     os.kill(_ranks_of(process)[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -246,9 +266,9 @@ def test_two_launchers_are_two_nodes(number: signal.Signals, tmp_path: Path) -> 
     out = tmp_path / "run"
     arguments = ("1", "1", "2", "localhost:29417", "train.batch_size=2", "train.steps=1000")
     nodes = [_launch(out, *arguments) for _ in range(2)]
-    _wait_for_step(out, 2, nodes[0])
+    wait_for_step(out, 2, nodes[0])
     os.kill(_ranks_of(nodes[0])[0], signal.SIGKILL)
-    _wait_for_step(out, len(records(out)) + 2, nodes[0])
+    wait_for_step(out, len(records(out)) + 2, nodes[0])
     nodes[1].send_signal(number)  # one node is told, both stop
     for node in nodes:
         _, errors = node.communicate(timeout=120)

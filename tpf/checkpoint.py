@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tpf.config import Config, from_dict, to_dict
 from tpf.errors import TpfError, UsageError
+from tpf.files import write_whole
 
 FORMAT = 2
 _STEP = re.compile(r"^step-(\d{6,})$")
@@ -60,16 +61,7 @@ def unused(wanted: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all (temporary sibling, fsync, rename)."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode(), durable=True)
 
 
 def _sync(path: Path) -> None:
@@ -146,14 +138,17 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise TpfError(
             f"checkpoint {final} cannot be written ({error}); earlier ones are untouched: "
-            f"free space or choose another --out, then --resume {run}"
+            f"free space or make it writable, then --resume {run}"
         ) from error
     return final
 
 
-def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints of a run."""
-    for _, path in _steps(run)[:-keep]:
+def prune(run: Path, keep: int, step: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints up to ``step``.
+
+    Later ones are damaged ones, which a resumed run has yet to reach: they do not count.
+    """
+    for path in [path for number, path in _steps(run) if number <= step][:-keep]:
         hidden = path.with_name(f".{path.name}.{os.getpid()}")  # never seen half deleted
         try:
             path.rename(hidden)
@@ -178,7 +173,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path}: state.json cannot be read ({error})") from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"checkpoint {path}: format {state.get('format')}, this version reads {FORMAT}"
+            f"checkpoint {path}: format {state.get('format')}, this version reads {FORMAT}; "
+            "use the version that wrote it"
         )
     if state.get("seal") != _seal(state):
         raise CheckpointError(f"checkpoint {path}: state.json was changed after it was written")

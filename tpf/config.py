@@ -189,7 +189,8 @@ class TrainConfig:
     max_recycles: int = 3
     precision: Literal["bf16-mixed", "fp32"] = "fp32"
     deterministic: bool = True
-    """Choose GPU algorithms that repeat bit by bit (a few percent slower)."""
+    """Choose GPU algorithms that repeat bit by bit (a few percent slower); an operator without one
+    ends the run."""
     tf32: bool = False
     """Let a GPU multiply FP32 matrices in TF32 (10 bits of fraction)."""
     compile: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpf.config import TrainConfig
-from tpf.errors import HardwareError, TpfError, rebuild
+from tpf.errors import HardwareError, TpfError, rebuild, told
 
 PATIENCE = datetime.timedelta(hours=2)
 """Longest wait of one rank for another: covers a validation and the first compilation."""
@@ -92,18 +93,20 @@ class World:
 
     def agree(self, failure: Exception | None) -> None:
         """Raise on every rank, naming the ranks that gave a failure, if any did."""
-        told = self.share(None if failure is None else _told(failure))
-        failed = {rank: words for rank, words in enumerate(told) if words is not None}
+        found = self.share(None if failure is None else _words(failure))
+        failed = {rank: words for rank, words in enumerate(found) if words is not None}
         if not failed:
             return
-        kind = next(iter(failed.values()))[0]
-        texts = [text for _, text in failed.values()]
+        first = min(failed)
+        kind, _, trace = failed[first]
+        texts = [text for _, text, _ in failed.values()]
         if len(failed) == self.size and len(set(texts)) == 1:
             sentence = texts[0]  # the same everywhere: a wrong path, a file that is absent
         else:
-            named = (f"rank {rank} failed: {text}" for rank, (_, text) in failed.items())
+            named = (f"rank {rank} failed: {text}" for rank, (_, text, _) in failed.items())
             sentence = "; ".join(named)
         error = rebuild(kind, sentence)
+        error.add_note(f"On rank {first}:\n{trace}")
         error.shared = True
         raise error from failure
 
@@ -120,12 +123,10 @@ class World:
             ) from error
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """Return the kind of an error and its text, as other processes are told it."""
-    kind = type(error).__name__
-    if isinstance(error, TpfError):
-        return kind, str(error)
-    return kind, f"unexpected {kind}: {error} (--debug shows where)"
+def _words(error: Exception) -> tuple[str, str, str]:
+    """Return the kind of an error, its text, and its traceback, as other processes get them."""
+    known = told(error)
+    return type(known).__name__, str(known), "".join(traceback.format_exception(error))
 
 
 def start(cpu_threads: int = 0) -> World:
@@ -172,8 +173,12 @@ def restarts() -> int:
 
 
 def make_deterministic() -> None:
-    """Make torch's GPU operators repeat bit by bit; call before the first of them runs."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Make torch's GPU operators repeat bit by bit; call before the first of them runs.
+
+    One that cannot raises ``RuntimeError``, of which ``tpf.errors.told`` makes a sentence.
+    """
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):  # all that repeat
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

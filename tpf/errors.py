@@ -50,6 +50,16 @@ class DataError(TpfError):
         return (DataError, (self.entry, self.stage, self.reason))
 
 
+def told(error: Exception) -> TpfError:
+    """Return an error as a user is told it: one that nobody foresaw as a ``TpfError``."""
+    if isinstance(error, TpfError):
+        return error
+    if "use_deterministic_algorithms" in str(error):  # of torch, which goes on with Python calls
+        what = str(error).partition(", but you set")[0]
+        return TpfError(f"{what}; give train.deterministic=false, and runs do not repeat exactly")
+    return TpfError(f"unexpected {type(error).__name__}: {error} (--debug shows where)")
+
+
 def rebuild(kind: str, text: str) -> TpfError:
     """Return the error of another process from the name of its class and its text."""
     known = globals().get(kind)

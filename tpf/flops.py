@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tpf.config import Config, ModelConfig
-from tpf.memory import Sizes
+from tpf.memory import BINS, N_DISTANCES, N_RELPOS, Sizes
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -26,8 +26,8 @@ PEAK_TFLOPS = {
 }
 """Dense BF16 products with FP32 sums by a part of the device's name, the first that fits."""
 REFERENCE_ATOM = 3 + 1 + 1 + 119 + 4 * 64
-N_RELPOS, N_DISTANCES, N_TEMPLATE = 139, 39, 39 + 5
-PAIR_BINS, ATOM_BINS = 64, 23 * (50 + 2)
+N_TEMPLATE = N_DISTANCES + 5
+ATOM_BINS = 23 * (50 + 2)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -44,7 +44,7 @@ def sample_flops(config: Config, sizes: Sizes, cycles: int) -> float:
     leaf, embed = _embedder(m, sizes)
     trunk = _cycle(m, sizes)
     atom_leaf, prepare = _prepare(m, sizes)
-    heads = pairs * m.c_z * PAIR_BINS
+    heads = pairs * m.c_z * BINS
     if any((config.loss.plddt, config.loss.pde, config.loss.pae, config.loss.resolved)):
         heads += _confidence(m, sizes)
     learned = embed + trunk + prepare + heads + _denoise(m, sizes, t.diffusion_samples)
@@ -139,5 +139,5 @@ def _denoise(m: ModelConfig, sizes: Sizes, copies: int) -> int:
 def _confidence(m: ModelConfig, sizes: Sizes) -> int:
     n = sizes.tokens
     embed = 2 * n * m.c_s_input * m.c_z + n * n * N_DISTANCES * m.c_z
-    heads = 2 * n * n * m.c_z * PAIR_BINS + n * m.c_s * ATOM_BINS
+    heads = 2 * n * n * m.c_z * BINS + n * m.c_s * ATOM_BINS
     return embed + m.confidence_blocks * _pairformer(m, n) + heads

@@ -48,6 +48,8 @@ class Loop:
     watchdog: Watchdog
     nan: Literal["stop", "skip"]
     alarms: Alarms = field(init=False)
+    failure: Exception | None = None
+    """Why this rank cannot go on after a step; the next one tells the others."""
 
     def __post_init__(self) -> None:
         records = read_records(self.run.log_path) if self.trainer.world.is_main else []
@@ -72,9 +74,7 @@ class Loop:
             while trainer.step < cfg.steps:
                 self._step_and_after(stream)
                 stepped()
-        self.watchdog.pause()
-        if world.is_main:
-            self.run.saver.wait()
+        self._settle()
 
     def _step_and_after(self, stream: Iterator[list[Batch]]) -> None:
         """Do one step and what is due after it: a checkpoint, a validation, the end."""
@@ -84,7 +84,8 @@ class Loop:
             if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
                 trainer.save(self.run)
             if problem := self.run.saver.problem():
-                self.display.message(problem)
+                again = "training goes on and tries again at the next one"
+                self.display.message(f"{problem} ({again})")
         if asked:
             self._interrupt()
         if cfg.validate_every and trainer.step % cfg.validate_every == 0:
@@ -95,7 +96,7 @@ class Loop:
         trainer, world = self.trainer, self.trainer.world
         begin = time.perf_counter()
         self.watchdog.beat(f"rank {world.rank}: the data of step {trainer.step + 1}")
-        samples, failure = _fetch(stream)
+        samples, failure = ([], self.failure) if self.failure else _fetch(stream)
         loaded = time.perf_counter()
         self.watchdog.beat(f"rank {world.rank}: step {trainer.step + 1}")
         asked, left_out = False, None
@@ -117,7 +118,12 @@ class Loop:
         parts = world.gather(Part(done, times, skipped, _max_memory(world.device), peak))
         if world.is_main:
             record = (left_out | merge_times(parts)) if left_out else merge(parts)
-            self._record({"step": trainer.step, **record, **rate}, parts)
+            try:
+                self._record({"step": trainer.step, **record, **rate}, parts)
+            except Exception as error:
+                if world.size == 1:
+                    raise
+                self.failure = error
         trainer.notes = {}
         return asked or (world.size == 1 and self.stop())
 
@@ -134,15 +140,22 @@ class Loop:
 
     def _interrupt(self) -> None:
         """Save and raise ``Interrupted`` on all ranks."""
-        self.watchdog.pause()
-        with self.trainer.world.together():
-            if self.trainer.world.is_main:
-                self.trainer.save(self.run)
-                self.run.saver.wait()
+        if self.trainer.world.is_main:
+            self.trainer.save(self.run)
+        self._settle()
         raise Interrupted(
             f"interrupted after step {self.trainer.step}; "
             f"go on with: tpf train --resume {self.run.path}"
         )
+
+    def _settle(self) -> None:
+        """Wait until the last state is on the disk; raise on all ranks if one cannot go on."""
+        self.watchdog.pause()
+        with self.trainer.world.together():
+            if self.trainer.world.is_main:
+                self.run.saver.wait()
+            if self.failure is not None:
+                raise self.failure
 
     def validate(self) -> None:
         """Validate the EMA weights on all ranks, unless this step has been validated."""

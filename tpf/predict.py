@@ -24,18 +24,17 @@ from tpf.config import Config
 from tpf.data.batch import to_device, to_torch
 from tpf.data.features import featurize
 from tpf.data.jobs import Job, read_job
-from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA
+from tpf.data.tables import TYPE_NAMES
 from tpf.errors import TpfError, UsageError
+from tpf.files import make_folder
 from tpf.infer import Drawn, Loaded, array, draw, load_model, write_prediction
 from tpf.metrics.clash import has_clash
 from tpf.metrics.confidence import ERROR_RANGE, confidence_metrics, expected
 from tpf.metrics.evaluate import sample_confidence
 from tpf.metrics.picture import Trace, traces
 from tpf.metrics.rasa import exposure
-from tpf.metrics.structure import Scored, from_features, unbatch
+from tpf.metrics.structure import Scored, Structure, from_features, unbatch
 from tpf.report.predict import write_prediction_report
-
-KIND_NAMES = {PROTEIN: "protein", RNA: "RNA", DNA: "DNA", LIGAND: "ligand"}
 
 
 @dataclass
@@ -71,6 +70,7 @@ def predict_files(
     device = dist.start().device
     loaded = load_model(path, overrides, device)
     jobs = [read_job(file, loaded.config.data) for file in inputs]
+    make_folder(out)
     done = []
     for count, job in enumerate(jobs):
         progress(job.name, count, len(jobs))
@@ -102,7 +102,7 @@ def _predict(loaded: Loaded, job: Job, folder: Path) -> Prediction:
         structure = from_features(unbatch(batch), automorphisms=False)
         for k in range(len(x)):
             stem = f"seed{seed}-sample{k}"
-            summary = _confidence(batch, drawn, k)
+            summary = _confidence(batch, drawn, k, structure)
             summary["chain_plddt"] = {
                 str(tables.chain_id[c]): float(plddt[k, structure.chain == c].mean())
                 for c in range(structure.n_chains)
@@ -140,9 +140,10 @@ def _features(job: Job, config: Config, seed: int, device: torch.device) -> dict
     return to_device(to_torch(features), device)
 
 
-def _confidence(batch: dict[str, Any], drawn: Drawn, index: int) -> dict[str, Any]:
+def _confidence(
+    batch: dict[str, Any], drawn: Drawn, index: int, structure: Structure
+) -> dict[str, Any]:
     """Return the confidence of one sample: what metrics.md A7 defines without a reference."""
-    structure = from_features(unbatch(batch), automorphisms=False)
     x = array(drawn.x[0, index]).astype(np.float64)
     confidence = sample_confidence(
         batch, drawn.x, drawn.heads, drawn.distogram, entry=0, index=index
@@ -165,7 +166,7 @@ def _chains(job: Job) -> list[dict[str, Any]]:
     return [
         {
             "id": str(tables.chain_id[c]),
-            "type": KIND_NAMES[int(tables.chain_type[c])],
+            "type": TYPE_NAMES[int(tables.chain_type[c])],
             "entity": int(tables.chain_entity[c]),
             "residues": int((tables.res_chain == c).sum()),
             "msa_rows": len(job.alignments[e].rows) if (e := int(tables.chain_entity[c])) in

@@ -104,13 +104,29 @@ class RunFolder:
             with self.log_path.open("a") as handle:
                 handle.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise TpfError(
-                f"{self.log_path}: cannot be written ({error.strerror}); free space or make it "
-                f"writable, then go on with --resume {self.path}"
-            ) from error
+            raise self._unwritable(self.log_path, error) from error
 
-    def truncate_log(self, step: int) -> None:
-        """Drop the records after ``step``, whose steps will be run again."""
+    def rewind(self, step: int, config: Config) -> None:
+        """Drop records and validations after ``step``, to run again, and store the configuration.
+
+        Raises ``TpfError`` if the folder cannot be written.
+        """
+        try:
+            self._truncate_log(step)
+            for folder in (self.path / "validation").glob("step-*"):
+                if int(folder.name.removeprefix("step-")) > step:
+                    shutil.rmtree(folder)
+            write_text(self.path / "config.yaml", to_yaml(config))
+        except OSError as error:
+            raise self._unwritable(self.path, error) from error
+
+    def _unwritable(self, path: Path, error: OSError) -> TpfError:
+        return TpfError(
+            f"{path}: cannot be written ({error.strerror}); free space or make it writable, then "
+            f"go on with --resume {self.path}"
+        )
+
+    def _truncate_log(self, step: int) -> None:
         if not self.log_path.is_file():
             return
         kept = []

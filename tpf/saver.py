@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ class Saver:
     def save(self, step: int, config: Config, tensors: State, extra: dict[str, Any]) -> None:
         """Begin to write the state as it is now; waits first for the write before it.
 
-        A write that fails is told by ``problem`` and ``wait``, and leaves earlier checkpoints.
+        A write that fails leaves earlier checkpoints; ``problem``, ``wait`` or ``close`` tell it.
         """
         self._join()
         copied, event = self._copy(tensors)
-        arguments = step, config, copied, extra, event
+        arguments = step, config, copied, deepcopy(extra), event
         self._thread = threading.Thread(target=self._write, args=arguments, name="tpf-checkpoint")
         self._thread.start()
 
@@ -52,9 +53,12 @@ class Saver:
     def problem(self) -> str | None:
         """Return, once, why the last write failed; None if it has not."""
         error, self._unsaid = self._unsaid, None
-        return (
-            None if error is None else f"{error} (training goes on and tries again at the next one)"
-        )
+        return None if error is None else str(error)
+
+    def close(self) -> str | None:
+        """Wait for the write in progress; return why it failed, unless that has been told."""
+        self._join()
+        return self.problem()
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -93,7 +97,7 @@ class Saver:
             if event is not None:
                 event.synchronize()
             checkpoint.save(self._run, step, config, tensors, extra)
-            checkpoint.prune(self._run, config.train.keep)
+            checkpoint.prune(self._run, config.train.keep, step)
         except TpfError as error:
             self._error = self._unsaid = error
         except Exception as error:  # a thread has no caller: hand everything over

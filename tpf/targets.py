@@ -13,6 +13,7 @@ from tpf.data.dataset import ValidationDataset
 from tpf.data.records import Entries, Record
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
+from tpf.files import read_list
 from tpf.metrics.schema import Skipped
 
 
@@ -37,15 +38,22 @@ class Targets:
                 f"--targets: {len(absent)} ids are not among the entries of --data, "
                 f"such as {absent[0]}"
             )
-        chosen = {
-            r.id: i for i, r in enumerate(first.records) if wanted is None or r.id.lower() in wanted
-        }
+        chosen: dict[str, int] = {}
+        twice: list[Skipped] = []
+        for i, record in enumerate(first.records):
+            if record.id in chosen:
+                other = first.records[chosen[record.id]].path
+                twice.append(
+                    Skipped(record.id, f"filter: {other} has the same id as {record.path}")
+                )
+            elif wanted is None or record.id.lower() in wanted:
+                chosen[record.id] = i
         self.chosen = list(chosen.values())
         limit = config.validate.max_targets
         if limit is not None and len(self.chosen) > limit:
             places = np.linspace(0, len(self.chosen) - 1, limit).round().astype(int)
             self.chosen = [self.chosen[place] for place in places]
-        self.skipped = [
+        self.skipped = twice + [
             Skipped(s.id, f"{s.stage}: {s.reason}")
             for s in unused
             if wanted is None or s.id.lower() in wanted
@@ -70,17 +78,9 @@ class Targets:
         return self._seeds[0].tokens(index).tables
 
 
-def _lines(flag: str, path: Path) -> list[str]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}") from error
-    return [text for line in lines if (text := line.split("#")[0].strip())]
-
-
 def read_ids(path: Path) -> list[str]:
     """Return the ids of a list; of a path, as lists for ``--data`` have them, its entry's."""
-    ids = [entry_name(Path(line)).lower() for line in _lines("--targets", path)]
+    ids = [entry_name(Path(line)).lower() for line in read_list("--targets", path)]
     if not ids:
         raise UsageError(f"--targets {path}: names no entry; write one id a line")
     return ids
@@ -89,7 +89,7 @@ def read_ids(path: Path) -> list[str]:
 def read_groups(path: Path) -> dict[str, str]:
     """Return the group of each entry id; raise ``UsageError`` for a line without one."""
     groups = {}
-    for line in _lines("--groups", path):
+    for line in read_list("--groups", path):
         name, _, group = line.partition(" ")
         if not group.strip():
             raise UsageError(f"--groups {path}: {line!r} has no group; write ID GROUP")

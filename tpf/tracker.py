@@ -29,6 +29,24 @@ def wanted(mode: Mode) -> bool:
     )
 
 
+def ready(mode: Mode) -> tuple[Mode, Any]:
+    """Return the mode to track in and the module of wandb.
+
+    Raises ``UsageError`` if wandb is missing or would ask for a login.
+    """
+    mode = "online" if mode == "auto" else mode
+    try:
+        import wandb
+    except ImportError as error:
+        raise UsageError(f"--wandb {mode}: {error}; pip install wandb") from error
+    if mode == "online" and not _has_key():
+        raise UsageError(
+            "--wandb online: no login found; run wandb login or set WANDB_API_KEY, or use "
+            "--wandb offline"
+        )
+    return mode, wandb
+
+
 class Tracker:
     """Sends a run to wandb (a ``Display``): configuration, environment, steps, validations.
 
@@ -44,18 +62,9 @@ class Tracker:
     def start(self, facts: dict[str, Any]) -> None:
         """Open the wandb run, or the one of the run that is resumed.
 
-        Raises ``UsageError`` if wandb is missing, refuses, or would ask for a login.
+        Raises ``UsageError`` as ``ready`` does, and if wandb refuses.
         """
-        mode = "online" if self._config.train.wandb == "auto" else self._config.train.wandb
-        try:
-            import wandb
-        except ImportError as error:
-            raise UsageError(f"--wandb {mode}: {error}; pip install wandb") from error
-        if mode == "online" and not _has_key():
-            raise UsageError(
-                "--wandb online: no login found; run wandb login or set WANDB_API_KEY, or use "
-                "--wandb offline"
-            )
+        mode, wandb = ready(self._config.train.wandb)
         self._wandb = wandb
         try:
             self._run = wandb.init(

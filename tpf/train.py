@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpf import checkpoint, dist
-from tpf.checkpoint import write_text
-from tpf.config import Config, to_dict, to_yaml
+from tpf.config import Config, to_dict
 from tpf.data.dataset import CropDataset
 from tpf.data.records import Entries
 from tpf.data.sampling import read_clusters
-from tpf.errors import TpfError, UsageError
+from tpf.errors import TpfError, UsageError, told
 from tpf.kernels.describe import check_impl, describe_impl
 from tpf.loop import Display, Loop
 from tpf.memory import Budget
@@ -62,16 +61,10 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     with world.together():
         trainer, dataset, targets, start = _prepare(config, options, world)
     run = _open(trainer, options, start, display)
-    try:
-        if world.is_main:
-            budget = Budget.of_model(config, trainer.model, world.device)
-            display.start(_facts(trainer, run, dataset.entries, budget))
-            if warning := budget.warning():
-                display.message(warning)
-            for bad in dataset.entries.skipped:
-                display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
-            if notice := dataset.entries.alignment_notice():
-                display.message(notice)
+    with _closing(run, display, world):
+        with world.together():
+            if world.is_main:
+                _tell(trainer, run, dataset.entries, display)
         listening = Stop(patient=world.size > 1, silent=not world.is_main).listening()
         watching = Watchdog(config.train.step_limit, run.path / "stacks", world.rank).on_guard()
         with listening as stop, watching as watchdog:
@@ -87,13 +80,39 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
         if world.is_main:
             display.end(summary)
         return summary
+
+
+@contextlib.contextmanager
+def _closing(run: RunFolder, display: Display, world: dist.World) -> Iterator[None]:
+    """Close what the main rank holds after the block; ranks that end together wait for that.
+
+    Launchers kill the other ranks when the first one has ended with an error.
+    """
+    together = True
+    try:
+        yield
+    except BaseException as error:
+        together = isinstance(error, TpfError) and error.shared
+        raise
     finally:
         if world.is_main:
-            with contextlib.suppress(TpfError):  # has been raised, or hides what ends the run
-                run.saver.wait()
+            if problem := run.saver.close():
+                display.message(problem)
+            _report(run, display)
             display.close()
-            with contextlib.suppress(OSError, UsageError):  # a run without any step has no report
-                write_train_report(run.path)
+        if together:
+            with contextlib.suppress(TpfError):  # would hide what ends the run
+                world.barrier()
+
+
+def _report(run: RunFolder, display: Display) -> None:
+    """Write ``report.html``; a failure is said, and does not hide what ends the run."""
+    try:
+        write_train_report(run.path)
+    except UsageError:  # a run without any step has none
+        return
+    except Exception as error:
+        display.message(f"no report: {told(error)}; training and checkpoints are not affected")
 
 
 def _agreed(options: Options, world: dist.World) -> Options:
@@ -154,8 +173,7 @@ def _resume(trainer: Trainer, out: Path, display: Display) -> RunFolder:
     saved = checkpoint.load_last(run.path, display.message)
     trainer.restore(saved)
     if world.is_main:
-        run.truncate_log(saved.step)
-        write_text(run.path / "config.yaml", to_yaml(trainer.config))
+        run.rewind(saved.step, trainer.config)
         display.message(f"resuming {run.path} after step {saved.step}")
         for change in _changes(to_dict(saved.config), to_dict(trainer.config)):
             display.message(change)
@@ -175,6 +193,18 @@ def _changes(before: dict[str, Any], after: dict[str, Any], path: str = "") -> I
             yield from _changes(before[key], value, f"{path}{key}.")
         elif before[key] != value:
             yield f"{path}{key} is {value} from here on; it was {before[key]}"
+
+
+def _tell(trainer: Trainer, run: RunFolder, entries: Entries, display: Display) -> None:
+    """Say what starts, and what of the wish it does not fulfil."""
+    budget = Budget.of_model(trainer.config, trainer.model, trainer.world.device)
+    display.start(_facts(trainer, run, entries, budget))
+    if warning := budget.warning():
+        display.message(warning)
+    for bad in entries.skipped:
+        display.message(f"not used: {bad.id}: {bad.stage}: {bad.reason}")
+    if notice := entries.alignment_notice():
+        display.message(notice)
 
 
 def _facts(trainer: Trainer, run: RunFolder, entries: Entries, budget: Budget) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Watchdog:
             yield self
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w") as self._file:
+        with self.path.open("a") as self._file:  # after the stacks of a rank started anew
             thread = threading.Thread(target=self._watch, name="tpf-watchdog", daemon=True)
             thread.start()
             try:
@@ -50,9 +50,10 @@ class Watchdog:
                 self.pause()
                 self._closed.set()
                 thread.join()
-        with suppress(OSError):  # the last rank to end removes the folder if all is well
-            self.path.unlink()
-            self.path.parent.rmdir()
+                with suppress(OSError):  # the last rank to end removes the folder if all is well
+                    if not self.path.stat().st_size:
+                        self.path.unlink()
+                        self.path.parent.rmdir()
 
     def beat(self, doing: str) -> None:
         """Start the clock anew; ``doing`` says what the process does from here."""

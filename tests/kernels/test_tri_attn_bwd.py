@@ -194,6 +194,22 @@ def test_dbias_is_summed_where_dk_comes(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes == [-(-fixed // 1024) * 1024]
 
 
+@pytest.mark.parametrize("end", [False, True])
+def test_gradients_in_place_change_nothing_beside_them(end: bool) -> None:
+    """They lie between other tensors of one buffer, and are large enough for the workspace."""
+    shape = b, o, h, n, d = 1, 40, 1, 40, 64
+    tensors, mask, scale = inputs(shape, end=end), random_mask(shape), 0.4
+    want = run(*tensors, mask, scale)
+    buffer = torch.full((b, n, o, 4, h, d) if end else (b, o, n, 4, h, d), 7.0).bfloat16()
+    order = (0, 2, 3, 1, 4) if end else (0, 1, 3, 2, 4)
+    into = [part.permute(order) for part in buffer.unbind(3)[:3]]
+    saved = reference.attention_forward(*tensors[:4], mask, scale, True)
+    with emulated():
+        got = backward.tri_attn_bwd(*tensors[:4], mask, scale, *saved, tensors[4], into=into)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert torch.all(buffer[..., 3, :, :] == 7)
+
+
 @pytest.mark.parametrize(
     ("shape", "kept"), [((1, 6, 1, 70, 32), 8), ((2, 9, 1, 20, 10), 1), ((1, 3, 1, 66, 64), 8)]
 )

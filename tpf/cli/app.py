@@ -10,7 +10,7 @@ import typer
 
 import tpf
 from tpf.cli import bench, data, doctor, predict, score, stability, train, validate, weights
-from tpf.errors import TpfError
+from tpf.errors import TpfError, told
 
 app = typer.Typer(
     name="tpf",
@@ -83,6 +83,5 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        kind = type(error).__name__
-        print(f"tpf: unexpected {kind}: {error} (--debug shows where)", file=sys.stderr)
+        print(f"tpf: {told(error)}", file=sys.stderr)
         sys.exit(1)

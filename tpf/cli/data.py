@@ -68,9 +68,9 @@ def _must_exist(path: Path) -> None:
 def _line(row: CheckRow) -> str:
     if not row.ok:
         return f"{row.path.name}: {row.stage}: {row.reason}"
-    from tpf.data.check import TYPES
+    from tpf.data.tables import TYPE_NAMES
 
-    tokens = ", ".join(f"{n} {kind}" for n, kind in zip(row.tokens, TYPES, strict=True) if n)
+    tokens = ", ".join(f"{n} {kind}" for n, kind in zip(row.tokens, TYPE_NAMES, strict=True) if n)
     resolution = "" if row.resolution is None else f" {row.resolution:.2f} Å"
     return (
         f"{row.path.name}: ok: {row.id}, {row.polymer_chains} polymer and {row.ligand_chains} "

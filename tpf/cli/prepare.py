@@ -31,7 +31,7 @@ def prepare(
     Resumable: files that are done are passed over. Several shards may run at once.
     """
     from tpf.data.prepare import prepare as prepared
-    from tpf.data.records import Skipped
+    from tpf.data.records import Skipped, stored_records
 
     begin = time.perf_counter()
     done = failed = size = 0
@@ -49,10 +49,15 @@ def prepare(
             typer.echo(f"{bad.id}: {bad.stage}: {bad.reason}")
         if (done + failed) % 1000 == 0:
             typer.echo(f"{done + failed} files", err=True)
+    held = stored_records(out)
+    usable = sum(not isinstance(record, Skipped) for record in held)
     if not as_json:
         seconds = time.perf_counter() - begin
         rate = f", {size / done / 1e3:.0f} kB each, {done / seconds:.1f}/s" if done else ""
         typer.echo(f"{done} entries stored in {out}{rate}; {failed} cannot be used")
+        typer.echo(f"the cache has {usable} entries; {len(held) - usable} files cannot be used")
+    if held and not usable:
+        raise TpfError(f"{out} has no entry that can be used; see tpf data check {path}")
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -111,6 +111,12 @@ def train(
         given.insert(0, f"train.batch_size={ranks}")
     default = "compact" if available else "tiny"
     settings = _settings(config, given, run, default)
+    if chosen.kind == "join" and run is None and out is None:
+        _refuse_restarts()
+    from tpf.tracker import ready, wanted
+
+    if wanted(settings.train.wandb):
+        ready(settings.train.wandb)  # before there is a run folder
     folder = run or out or new_folder(settings.name)
     from tpf.cli.rank import run_rank
 
@@ -124,6 +130,15 @@ def train(
 
 def _joined_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _refuse_restarts() -> None:
+    """Refuse a launcher that starts ranks anew, which would begin another run each time."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise UsageError(
+            "--max-restarts of torchrun needs --out, the run folder that ranks started anew go on "
+            "with"
+        )
 
 
 FIXED = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tpf.data.chem import GAP, ONE_LETTER, RESIDUES, RESTYPE, UNKNOWN, molecule_type
+from tpf.data.chem import GAP, ONE_LETTER, RESIDUES, RESTYPE, UNKNOWN, molecule_type, one_letters
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tokens
 from tpf.errors import DataError, UsageError
 
@@ -279,8 +279,7 @@ class AlignmentFolder:
         ):
             if kind == LIGAND or entity in found:
                 continue
-            names = tables.res_name[tables.res_chain == chain]
-            sequence = "".join(ONE_LETTER.get(str(n), "X") for n in names)
+            sequence = one_letters(tables.res_name[tables.res_chain == chain].tolist())
             keys = (str(tables.auth_chain[chain]), str(tables.chain_id[chain]))
             files = self._matching([f"{tables.id}_{key}" for key in keys], sequence)
             if files:

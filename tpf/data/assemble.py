@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tpf.data.ccd import Dictionary
-from tpf.data.cif import Block, entry_name, read_blocks, read_bytes, text_blocks
+from tpf.data.cif import Block, entry_name, plain_name, read_blocks, read_bytes, text_blocks
 from tpf.data.clean import clean, drop_hydrogens, drop_waters
 from tpf.data.definitions import resolve_definitions
 from tpf.data.ligands import define_ligand
@@ -71,7 +70,7 @@ def assemble(order: Order, *, ccd: str | None = None) -> Assembled:
         raise UsageError(f"{len(order.names)} names for {len(order.ligands)} ligands")
     names = [*order.names, *["LIG"] * (len(order.ligands) - len(order.names))]
     protein, known = _protein(str(order.protein), _stamp(order.protein), order.chains, ccd)
-    entry = re.sub(r"[^A-Za-z0-9_.+-]", "_", entry_name(order.out)).lower()
+    entry = plain_name(entry_name(order.out)).lower()
     scene = Scene(dataclasses.replace(protein, id=entry), known)
     templates = list(order.templates)
     for source, name in zip(order.ligands, names, strict=True):

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpf.data.assemble import Order, assemble
+from tpf.data.ccd import Dictionary
 from tpf.data.cif import entry_name
-from tpf.data.ligands import is_sdf
+from tpf.data.ligands import split_sdf
 from tpf.data.pool import map_files
 from tpf.data.records import failure_of
-from tpf.data.store import append_index, open_index
+from tpf.data.store import append_index, index_lines, open_index
 from tpf.errors import UsageError
+from tpf.files import make_folder
 
 REQUIRED = ("protein", "ligand")
 COLUMNS = (*REQUIRED, "id", "chain", "name", "template")
-_INDEX = "index-*.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ def assemble_table(
     the needed columns and for an output folder that another process writes.
     """
     orders = _read(table)
-    out.mkdir(parents=True, exist_ok=True)
+    Dictionary(ccd)  # a wrong one is no fault of the rows
+    make_folder(out)
     with open_index(out, (1, 1)) as index:
         done = _done(out)
         todo = [order for order in orders if done.get(order["id"]) != _key(order)]
@@ -103,16 +105,15 @@ def _several(cell: str) -> list[str]:
 
 def _located(folder: Path, ligand: str) -> str:
     """Return a ligand with the path of an SDF file made relative to the table."""
-    path = ligand if is_sdf(ligand) else ligand.rpartition("#")[0]
-    return str(folder / ligand) if is_sdf(path) else ligand
+    return str(folder / ligand) if split_sdf(ligand) else ligand
 
 
 def _key(order: dict[str, str]) -> str:
     """Return a digest of the cells of a row and of the state of the files that they name."""
-    parts = [f"{name}={order[name]}" for name in COLUMNS]
-    for source in (order["protein"], *_several(order["ligand"])):
-        path = Path(source if is_sdf(source) else source.rpartition("#")[0] or source)
-        if len(source) < 1024 and path.is_file():
+    parts = [f"{name}={order[name]}" for name in (*COLUMNS, "twice")]
+    sdf = [split_sdf(source) for source in _several(order["ligand"])]
+    for path in (Path(order["protein"]), *(found[0] for found in sdf if found)):
+        if path.is_file():
             stat = path.stat()
             parts.append(f"{stat.st_mtime_ns}:{stat.st_size}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -121,11 +122,9 @@ def _key(order: dict[str, str]) -> str:
 def _done(out: Path) -> dict[str, str]:
     """Return the key of each row that an index says was written and whose file is there."""
     found: dict[str, str] = {}
-    for index in sorted(out.glob(_INDEX)):
-        for text in index.read_text().splitlines():
-            line = json.loads(text)
-            if line["file"]:
-                found[line["id"]] = line["key"]
+    for line in index_lines(out):
+        if line.get("file"):
+            found[line["id"]] = line["key"]
     return {name: key for name, key in found.items() if (out / f"{name}.cif.gz").is_file()}
 
 

@@ -11,12 +11,9 @@ from pathlib import Path
 from tpf.data.cif import entry_name
 from tpf.data.load import is_structure_name, load_tables
 from tpf.data.records import failure_of
-from tpf.data.tables import LIGAND, Tokens
+from tpf.data.tables import LIGAND, TYPE_NAMES, Tokens
 from tpf.data.tokens import tokenize
 from tpf.errors import DataError
-
-TYPES = ("protein", "RNA", "DNA", "ligand")
-"""Names of the molecule types in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ def check_file(path: Path | str, *, ccd: str | None = None) -> CheckRow:
 def _row(path: Path, tokens: Tokens) -> CheckRow:
     tables = tokens.tables
     polymer = tables.chain_type != LIGAND
-    counts = [int((tokens.mol_type == kind).sum()) for kind in range(len(TYPES))]
+    counts = [int((tokens.mol_type == kind).sum()) for kind in range(len(TYPE_NAMES))]
     atomized = set(tokens.residue[tokens.atomized].tolist())
     return CheckRow(
         path=path,

@@ -6,6 +6,8 @@ and are checked against it by the tests; charges, bonds and ideal coordinates co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tpf.data.tables import DNA, PROTEIN, RNA
 
 # fmt: off
@@ -101,6 +103,8 @@ doi:10.1039/b801115j)."""
 WATERS: frozenset[str] = frozenset({"HOH", "DOD", "WAT", "H2O", "TIP3", "SOL"})
 RESTYPE: dict[str, int] = {name: i for i, name in enumerate(RESIDUES)}
 UNKNOWN = RESTYPE["UNK"]
+UNKNOWN_RESIDUE: dict[int, str] = {PROTEIN: "UNK", RNA: "N", DNA: "DN"}
+"""What stands for any residue, by molecule type."""
 GAP = RESTYPE["-"]
 ATOMIC_NUMBER: dict[str, int] = {symbol: i for i, symbol in enumerate(ELEMENTS)} | {"D": 1}
 STANDARD: frozenset[str] = frozenset(ATOMS)
@@ -116,6 +120,11 @@ def molecule_type(residue: str) -> int:
     if index <= UNKNOWN:
         return PROTEIN
     return RNA if index <= RESTYPE["N"] else DNA
+
+
+def one_letters(residues: Iterable[str]) -> str:
+    """Return the one-letter sequence of residues, X for those that are not standard."""
+    return "".join(ONE_LETTER.get(residue, "X") for residue in residues)
 
 
 def center_atom(residue: str) -> str:

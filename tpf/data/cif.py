@@ -6,6 +6,7 @@ A ``Block`` answers ``columns(category)`` with string arrays in which ``?`` and 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -166,6 +167,11 @@ def entry_name(path: Path) -> str:
         if name.lower().endswith(ending):
             name = name[: -len(ending)]
     return name
+
+
+def plain_name(text: str) -> str:
+    """Return a text as the name of an entry and its files: letters, digits, ``_ . + -``."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", text).lstrip(".") or "_"
 
 
 def read_bytes(path: Path) -> tuple[bytes, list[str]]:

@@ -160,7 +160,7 @@ def drop_short_polymers(structure: Structure) -> Structure:
 
 def drop_unknown_polymers(structure: Structure) -> Structure:
     """Step 7: polymers without a single known residue go."""
-    unknown = {"UNK", "N", "DN"}
+    unknown = chem.UNKNOWN_RESIDUE.values()
     drop = [
         chain.polymer and all(site.code in unknown for site in chain.sequence)
         for chain in structure.chains

@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tpf.data.chem import ONE_LETTER
+from tpf.data.chem import one_letters
 from tpf.data.tables import PROTEIN, Tables
 from tpf.errors import TpfError, UsageError
+from tpf.files import write_whole
 
 MIN_LENGTH = 10
 """Residues; shorter chains are clustered by identity, as are all other molecules."""
@@ -23,8 +24,7 @@ def protein_chains(tables: Tables) -> Iterator[tuple[str, str]]:
     for chain, kind in enumerate(tables.chain_type.tolist()):
         names = tables.res_name[tables.res_chain == chain].tolist()
         if kind == PROTEIN and len(names) >= MIN_LENGTH:
-            sequence = "".join(ONE_LETTER.get(name, "X") for name in names)
-            yield f"{tables.id}_{tables.chain_id[chain]}", sequence
+            yield f"{tables.id}_{tables.chain_id[chain]}", one_letters(names)
 
 
 def cluster(
@@ -64,4 +64,4 @@ def cluster(
 def write_clusters(path: Path, clusters: dict[str, str]) -> None:
     """Write lines ``ENTRY_CHAIN CLUSTER`` for ``data.clusters``."""
     text = "".join(f"{name} {clusters[name]}\n" for name in sorted(clusters))
-    path.write_text(f"# ENTRY_CHAIN CLUSTER, {IDENTITY:.0%} identity\n{text}")
+    write_whole(path, f"# ENTRY_CHAIN CLUSTER, {IDENTITY:.0%} identity\n{text}".encode())

@@ -19,7 +19,6 @@ from tpf.errors import DataError
 MAX_BOND_LENGTH = 2.4
 """Angstrom; a bond between resolved atoms that is longer is left out (step 12 of 1.1)."""
 _BACKBONE = {PROTEIN: ("C", "N"), RNA: ("O3'", "P"), DNA: ("O3'", "P")}
-_UNKNOWN = {PROTEIN: "UNK", RNA: "N", DNA: "DN"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,7 @@ def _rows_of(structure: Structure, known: Dictionary, notes: list[str]) -> list[
             code, found = site.code, template(site.code, True)
             if found is None:
                 undefined += 1
-                code = _UNKNOWN.get(chain.type, "UNK")
+                code = chem.UNKNOWN_RESIDUE.get(chain.type, "UNK")
                 found = template(code, True)
             if found is None:
                 raise DataError(structure.id, "clean", f"component {code} has no definition")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import http.client
-import os
 import re
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tpf.errors import TpfError, UsageError
+from tpf.files import make_folder, read_list, write_whole
 
 URL = "https://files.rcsb.org/download/{id}.cif.gz"
 TIMEOUT = 60.0
@@ -52,12 +52,8 @@ def read_ids(words: Sequence[str], listing: Path | None = None) -> list[str]:
     """
     items = list(words)
     if listing is not None:
-        try:
-            lines = listing.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
-            raise UsageError(f"{listing}: cannot read the list ({error})") from error
-        items += [line.split("#")[0].strip() for line in lines]
-    ids = list(dict.fromkeys(item.lower() for item in items if item))
+        items += read_list("--list", listing)
+    ids = list(dict.fromkeys(item.lower() for item in items))
     for name in ids:
         if not _ID.fullmatch(name):
             raise UsageError(f"{name!r} is no PDB id; write four characters such as 1ubq")
@@ -83,16 +79,13 @@ def fetch(
     """
     if "{id}" not in url or "://" not in url:
         raise UsageError(f"--url {url}: write a URL with {{id}}, such as {URL}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out}: cannot make the folder ({error.strerror})") from error
+    make_folder(out)
 
     def one(name: str) -> Fetched:
         path = out / f"{name}.cif.gz"
         if path.is_file() and not _fault(path.read_bytes(), name):
             return Fetched(name, path)
-        return _download(name, url.format(id=name), path, opener, pause)
+        return _download(name, url.replace("{id}", name), path, opener, pause)
 
     pool = ThreadPoolExecutor(workers)
     try:
@@ -133,9 +126,13 @@ def _download(name: str, url: str, path: Path, opener: Opener, pause: float) -> 
             data = gzip.compress(data, mtime=0)
         failure = _fault(data, name)
         if not failure:
-            staged = path.with_name(f".{path.name}.{os.getpid()}")
-            staged.write_bytes(data)
-            staged.replace(path)
+            try:
+                write_whole(path, data)
+            except OSError as error:
+                reason = (
+                    f"cannot write {path} ({error.strerror}); free space or choose another folder"
+                )
+                raise TpfError(reason) from error
             return Fetched(name, path, new=True)
     return Fetched(name, path, failure=f"{failure}, {attempt + 1} tries")
 
@@ -148,5 +145,5 @@ def _fault(data: bytes, name: str) -> str:
         return "the download is not whole"
     if not text.startswith(b"data_") or b"_atom_site." not in text:
         return "the answer is no mmCIF file"
-    block = text[5:64].split()[0].decode("latin-1").lower()
+    block = text[5:64].partition(b"\n")[0].strip().decode("latin-1").lower()
     return "" if block in (name, name.removeprefix("pdb_0000")) else f"it holds entry {block}"

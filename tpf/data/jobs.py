@@ -27,8 +27,9 @@ from tpf.config import DataConfig
 from tpf.data import chem
 from tpf.data.alignment import Alignment, AlignmentFolder, read_alignment
 from tpf.data.ccd import Component, Dictionary
+from tpf.data.cif import plain_name
 from tpf.data.complete import complete
-from tpf.data.ligands import define_ligand
+from tpf.data.ligands import define_ligand, split_sdf
 from tpf.data.load import is_structure_name, load_tables
 from tpf.data.polymer import expand_letters
 from tpf.data.structure import Chain, Site, Structure, chain_names
@@ -41,11 +42,12 @@ KEYS = {
     "polymer": {"id", "sequence", "msa", "modifications"},
     "ligand": {"id", "ccd", "smiles", "sdf"},
 }
-UNKNOWN = {"UNK", "N", "DN"}
-"""Residues that an alignment may name otherwise."""
+AMBIGUOUS = {PROTEIN: "BJOUXZ", RNA: "BDHKMNRSVWXY", DNA: "BDHKMNRSVWXY"}
+"""Letters that stand for several residues and are taken as an unknown one."""
 FASTA = (".fasta", ".fa", ".faa", ".fna", ".fas")
 FILES = (".yaml", ".yml", ".json")
-_SEQUENCE = re.compile(r"(\([A-Z0-9]{1,5}\)|[A-Z])+\*?", re.IGNORECASE)
+_CHAIN = re.compile(r"[A-Za-z0-9_.+-]+")
+_SEQUENCE = re.compile(r"(\([A-Z0-9]{1,5}\)|[A-Z])+\*?")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def read_job(path: Path, config: DataConfig) -> Job:
         given = _alignments(path, tables, molecules)
     elif is_structure_name(path):
         own, given, dictionary = {}, {}, Dictionary(config.ccd)
-        tables = load_tables(path, ccd=config.ccd)
+        tables = load_tables(path, ccd=config.ccd, filters=False)
     else:
         endings = ", ".join((".cif", ".cif.gz", ".bcif", *FASTA, *FILES))
         raise UsageError(f"{path}: not a kind of input that tpf predict knows ({endings})")
@@ -107,7 +109,7 @@ def read_job(path: Path, config: DataConfig) -> Job:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from error
 
@@ -117,12 +119,14 @@ def _fasta_molecules(path: Path, text: str) -> Iterator[_Molecule]:
 
     A record of A, C, G and T (N) is DNA, one with U for T is RNA, anything else is a protein.
     """
-    records = [block.splitlines() for block in ("\n" + text).split("\n>")[1:]]
-    if not records:
-        raise UsageError(f"{path}: no FASTA record (a line that begins with '>')")
+    before, *blocks = ("\n" + text).split("\n>")
+    if before.strip() or not blocks:
+        what = f"{before.split()[0][:20]!r} stands before the first" if before.strip() else "no"
+        raise UsageError(f"{path}: {what} FASTA record (a line that begins with '>')")
+    records = [block.splitlines() for block in blocks]
     for chain, (header, *lines) in zip(chain_names(set()), records, strict=False):
         where = f"{path}: record {header.strip() or chain!r}"
-        sequence = "".join(lines).replace(" ", "")
+        sequence = "".join("".join(lines).split())
         fields = {part.strip().lower() for part in header.split("|")} & (KINDS.keys() - {"ligand"})
         letters = set(sequence.upper().rstrip("*"))
         if fields:
@@ -136,15 +140,20 @@ def _fasta_molecules(path: Path, text: str) -> Iterator[_Molecule]:
 
 def _codes(where: str, sequence: str, kind: int) -> tuple[str, ...]:
     """Return the component codes of a one-letter sequence with (CODE) for modified residues."""
+    sequence = sequence.upper()
     if not _SEQUENCE.fullmatch(sequence):
-        what = f"has {_odd(sequence)!r} in its sequence" if sequence else "has no sequence"
+        odd = re.sub(r"\([A-Z0-9]{1,5}\)|[A-Z]", "", sequence)[:1]
+        what = f"has {odd!r} in its sequence" if sequence else "has no sequence"
         raise UsageError(f"{where} {what}; write one letter a residue, (CODE) for a modified one")
-    return tuple(site.code for site in expand_letters(sequence.rstrip("*"), kind))
-
-
-def _odd(sequence: str) -> str:
-    left = re.sub(r"\([A-Za-z0-9]{1,5}\)|[A-Za-z]", "", sequence)
-    return left[:1]
+    codes = tuple(site.code for site in expand_letters(sequence.rstrip("*"), kind))
+    letters = re.sub(r"\([^)]*\)", ".", sequence)
+    for letter, code in zip(letters, codes, strict=False):
+        if code == chem.UNKNOWN_RESIDUE[kind] and letter not in AMBIGUOUS[kind] + ".":
+            name = next(name for name, number in KINDS.items() if number == kind)
+            raise UsageError(
+                f"{where} has {letter!r}, which is no letter of {name}; (CODE) is any residue"
+            )
+    return codes
 
 
 def _job_molecules(path: Path, text: str) -> tuple[str, list[_Molecule], dict[str, Component]]:
@@ -155,19 +164,19 @@ def _job_molecules(path: Path, text: str) -> tuple[str, list[_Molecule], dict[st
     items = [_item(f"{path}: sequences[{k}]", e) for k, e in enumerate(document["sequences"])]
     if not items:
         raise UsageError(f"{path}: 'sequences' is empty; name a protein, rna, dna or ligand")
-    given = [name for _, _, body in items for name in _ids(body)]
+    given = [name for where, _, body in items for name in _ids(where, body)]
     if twice := sorted({name for name in given if given.count(name) > 1}):
         raise UsageError(f"{path}: id {twice[0]!r} is given twice; every chain needs its own")
     free = chain_names(set(given))
     molecules = []
     defined: dict[str, Component] = {}
     for where, kind, body in items:
-        ids = _ids(body) or (next(free),)
+        ids = _ids(where, body) or (next(free),)
         if kind == LIGAND:
             molecules.append(_Molecule(ids, kind, (_ligand(path, where, body, defined),)))
             continue
-        codes = list(_codes(where, re.sub(r"\s", "", str(body.get("sequence", ""))), kind))
-        _modify(where, codes, body.get("modifications") or ())
+        codes = list(_codes(where, re.sub(r"\s", "", str(body.get("sequence") or "")), kind))
+        _modify(where, codes, body.get("modifications") or [])
         msa = None if body.get("msa") is None else path.parent / str(body["msa"])
         molecules.append(_Molecule(ids, kind, tuple(codes), msa))
     own = {component.code: component for component in defined.values()}
@@ -196,9 +205,14 @@ def _item(where: str, entry: object) -> tuple[str, int, Mapping[str, Any]]:
     return where, KINDS[name], body
 
 
-def _ids(body: Mapping[str, Any]) -> tuple[str, ...]:
-    value = body.get("id", ())
-    return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
+def _ids(where: str, body: Mapping[str, Any]) -> tuple[str, ...]:
+    value = body.get("id")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    ids = tuple(map(str, values))
+    for name in ids:
+        if not _CHAIN.fullmatch(name):
+            raise UsageError(f"{where}: id {name!r} is no chain name; write letters and digits")
+    return ids
 
 
 def _ligand(path: Path, where: str, body: Mapping[str, Any], defined: dict[str, Component]) -> str:
@@ -206,9 +220,14 @@ def _ligand(path: Path, where: str, body: Mapping[str, Any], defined: dict[str, 
     given = [key for key in ("ccd", "smiles", "sdf") if body.get(key)]
     if len(given) != 1:
         raise UsageError(f"{where}: a ligand has one of ccd, smiles and sdf, not {len(given)}")
-    value = str(body[given[0]])
+    value = body[given[0]]
+    if not isinstance(value, str):  # YAML reads 017 as a number, another one even
+        raise UsageError(f"{where}: {given[0]} is {value!r} and no text; put it in quotes")
     if given[0] == "ccd":
         return value.upper()
+    if (given[0] == "sdf") != (split_sdf(value) is not None):
+        what = "no name of an SDF file" if given[0] == "sdf" else "an SDF file; give it as sdf"
+        raise UsageError(f"{where}: {given[0]} {value!r} is {what}")
     source = str(path.parent / value) if given[0] == "sdf" else value
     if source not in defined:
         try:
@@ -218,15 +237,16 @@ def _ligand(path: Path, where: str, body: Mapping[str, Any], defined: dict[str, 
     return defined[source].code
 
 
-def _modify(where: str, codes: list[str], changes: Sequence[Mapping[str, Any]]) -> None:
-    for change in changes:
-        place, code = change.get("position"), change.get("ccd")
-        if not isinstance(place, int) or not 1 <= place <= len(codes) or not code:
+def _modify(where: str, codes: list[str], changes: object) -> None:
+    for change in changes if isinstance(changes, list) else [changes]:
+        fields = change if isinstance(change, Mapping) else {}
+        place, code = fields.get("position"), fields.get("ccd")
+        inside = isinstance(place, int) and place is not True and 1 <= place <= len(codes)
+        if not inside or not isinstance(code, str) or len(fields) > 2:
             raise UsageError(
-                f"{where}: modification {dict(change)} needs ccd, and position from 1 to "
-                f"{len(codes)}"
+                f"{where}: modification {change} must be {{position: 1 to {len(codes)}, ccd: CODE}}"
             )
-        codes[place - 1] = str(code).upper()
+        codes[int(place) - 1] = code.upper()
 
 
 def _tables(
@@ -263,7 +283,7 @@ def _tables(
     sizes = [len(component) for component in components]
     atoms = sum(sizes)
     structure = Structure(
-        id=re.sub(r"[^A-Za-z0-9_.+-]", "_", name),
+        id=plain_name(name),
         method="",
         resolution=None,
         release_date=None,
@@ -287,6 +307,7 @@ def _tables(
 def _alignments(path: Path, tables: Tables, molecules: Sequence[_Molecule]) -> dict[int, Alignment]:
     """Read the alignments that a job names; refuse one whose first row is another sequence."""
     found: dict[int, Alignment] = {}
+    files: dict[int, Path] = {}
     entity = dict(zip(tables.chain_id.tolist(), tables.chain_entity.tolist(), strict=True))
     for molecule in molecules:
         if molecule.msa is None:
@@ -298,7 +319,7 @@ def _alignments(path: Path, tables: Tables, molecules: Sequence[_Molecule]) -> d
         differ = [
             k
             for k, (a, b) in enumerate(zip(query, molecule.codes, strict=False))
-            if a != b and b in chem.STANDARD - UNKNOWN
+            if a != b and b in chem.STANDARD - set(chem.UNKNOWN_RESIDUE.values())
         ]
         same_length = len(query) == len(molecule.codes)
         if differ or not same_length:
@@ -307,5 +328,11 @@ def _alignments(path: Path, tables: Tables, molecules: Sequence[_Molecule]) -> d
                 f"{path}: the first row of {molecule.msa} {what}; it must be the "
                 f"{len(molecule.codes)} residues of chain {molecule.ids[0]}"
             )
-        found[entity[molecule.ids[0]]] = alignment
+        number = entity[molecule.ids[0]]
+        if files.setdefault(number, molecule.msa) != molecule.msa:
+            raise UsageError(
+                f"{path}: chain {molecule.ids[0]} has the sequence of another chain and another "
+                f"msa ({files[number].name} and {molecule.msa.name}); give both the same"
+            )
+        found[number] = alignment
     return found

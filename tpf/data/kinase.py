@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tpf.data.chem import ONE_LETTER
+from tpf.data.chem import one_letters
 from tpf.data.tables import PROTEIN, Tables
 
 _CATALYTIC = re.compile("[HYF].[DN][LIVMFYT][KRATSCN]..N[LIVMFYCTS].{5,45}?D[FLYW][GS]")
@@ -28,7 +28,6 @@ def dfg_motif(sequence: str) -> int | None:
 def has_kinase(tables: Tables) -> bool:
     """Tell whether an entry has a protein kinase among its chains."""
     for chain in (tables.chain_type == PROTEIN).nonzero()[0]:
-        names = tables.res_name[tables.res_chain == chain].tolist()
-        if is_kinase("".join(ONE_LETTER.get(name, "X") for name in names)):
+        if is_kinase(one_letters(tables.res_name[tables.res_chain == chain].tolist())):
             return True
     return False

@@ -61,19 +61,19 @@ def define_ligand(source: str, code: str = "LIG") -> Ligand:
     and ``DataError`` (stage ligand) for a molecule that cannot be used.
     """
     check_code(code)
-    if is_sdf(source):
-        return _from_molecule(read_molecule(Path(source)), code, source)
-    path, _, record = source.rpartition("#")
-    if is_sdf(path):
-        return _from_molecule(read_molecule(Path(path), record), code, source)
+    if sdf := split_sdf(source):
+        return _from_molecule(read_molecule(*sdf), code, source)
     if Path(source).is_file():
         raise UsageError(f"{source}: not an SDF file by its name ({', '.join(ENDINGS[:4])})")
     return _from_smiles(source, code)
 
 
-def is_sdf(source: str) -> bool:
-    """Tell whether a text is the name of an MDL file."""
-    return source.lower().endswith(ENDINGS)
+def split_sdf(source: str) -> tuple[Path, str | None] | None:
+    """Return the MDL file and the record that FILE or FILE#RECORD names; None for a SMILES."""
+    if source.lower().endswith(ENDINGS):
+        return Path(source), None
+    path, _, record = source.rpartition("#")
+    return (Path(path), record) if path.lower().endswith(ENDINGS) else None
 
 
 def check_code(code: str) -> None:

@@ -10,6 +10,7 @@ from tpf.data.clean import clean
 from tpf.data.mmcif import read_structure
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
+from tpf.files import read_list
 
 ENDINGS = (".cif", ".cif.gz", ".bcif", ".bcif.gz", ".mmcif", ".mmcif.gz")
 """Names of structure files, compared in lower case."""
@@ -54,13 +55,9 @@ def find_files(path: Path | str, folder: Path | str | None = None) -> list[Path]
 
 
 def _listed(path: Path, folder: Path) -> list[Path]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"{path}: cannot read the list ({error})") from error
-    items = [line.split("#")[0].strip() for line in lines]
+    items = read_list("data.path", path)
     by_name = {entry_name(p).lower(): p for p in reversed(_structures(folder))}
-    files = [_resolve(item, path, folder, by_name) for item in items if item]
+    files = [_resolve(item, path, folder, by_name) for item in items]
     if not files:
         raise UsageError(f"{path}: the list is empty; write one path or id per line")
     return files

@@ -7,7 +7,6 @@ names the entry, the stage and the reason.
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from tpf.data.assembly import expand, read_assembly
 from tpf.data.atom_site import AtomSite, Group, read_atom_site, residue_groups
 from tpf.data.ccd import Component, Dictionary, component_from, read_components
-from tpf.data.cif import Block, entry_name, read_blocks
+from tpf.data.cif import Block, entry_name, plain_name, read_blocks
 from tpf.data.links import Link, infer_links, read_links
 from tpf.data.polymer import Placed, place_chains, read_records
 from tpf.data.structure import Chain, Site, Structure, counted
@@ -131,7 +130,7 @@ def _entry_id(block: Block, stem: str) -> str:
     name = str(ids[0]) if len(ids) else ""
     if not name or name.upper() == "XXXX":  # wwPDB assembly files say XXXX
         name = stem
-    return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lower()
+    return plain_name(name).lower()
 
 
 def read_metadata(block: Block) -> tuple[str, float | None, datetime.date | None]:

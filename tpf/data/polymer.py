@@ -137,7 +137,7 @@ def _chain_type(declared: str, codes: list[str], dictionary: Dictionary) -> int:
 def expand_letters(text: str, kind: int) -> tuple[Site, ...]:
     """Return the positions of a one-letter sequence with (CODE) for modified residues."""
     table = _ONE_TO_CODE.get(kind, {})
-    unknown = {PROTEIN: "UNK", RNA: "N", DNA: "DN"}.get(kind, "UNK")
+    unknown = chem.UNKNOWN_RESIDUE.get(kind, "UNK")
     items = re.findall(r"\(([^)]*)\)|([A-Za-z])", text)
     codes = [code or table.get(letter.upper(), unknown) for code, letter in items]
     return tuple(Site(i + 1, code, "") for i, code in enumerate(codes))

@@ -53,6 +53,7 @@ def prepare(
     if not 1 <= number <= count:
         raise UsageError(f"shard {number}/{count}: write I/N with I from 1 to N")
     files = [os.path.abspath(file) for file in data_files(path)][number - 1 :: count]
+    folder = None if msa is None else AlignmentFolder(Path(msa))
     store.open_store(out, ccd, msa)
     done = {
         line["source"]: line["mtime_ns"]
@@ -60,7 +61,6 @@ def prepare(
         if not _again(line, retry)
     }
     todo = [file for file in files if done.get(file) != os.stat(file).st_mtime_ns]
-    folder = None if msa is None else AlignmentFolder(Path(msa))
     convert = functools.partial(_convert, out, ccd, folder)
     with store.open_index(out, shard) as index:
         for line in map_files(convert, todo, workers, _died, memory):

@@ -31,6 +31,7 @@ from tpf.data.sampling import Unit, cluster_weights
 from tpf.data.store import Parsed
 from tpf.data.tables import LIGAND, Tokens
 from tpf.errors import DataError, UsageError
+from tpf.files import read_list
 
 REASONS = 5
 """Reasons for skipping that a summary names."""
@@ -300,9 +301,5 @@ def _day(name: str, text: str | None) -> str | None:
 
 
 def _ids(name: str, path: str) -> frozenset[str]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"data.{name} {path}: cannot read the list ({error})") from error
-    items = (line.split("#")[0].strip() for line in lines)
-    return frozenset(entry_name(Path(item)).lower() for item in items if item)
+    items = read_list(f"data.{name}", Path(path))
+    return frozenset(entry_name(Path(item)).lower() for item in items)

@@ -8,9 +8,10 @@ store them so that equal content gives equal bytes.
 from __future__ import annotations
 
 import gzip
-import os
 from pathlib import Path
 from typing import Any
+
+from tpf.files import write_whole
 
 ENTRY_COLUMNS: dict[str, tuple[str, ...] | None] = {
     "entry": ("id",),
@@ -107,6 +108,5 @@ def reduce_component(block: Any) -> Any:  # noqa: ANN401 (gemmi.cif.Block)
 
 def write_gzip(document: Any, path: Path) -> None:  # noqa: ANN401 (gemmi.cif.Document)
     """Write a document as .cif.gz without a time stamp, through a temporary sibling."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_bytes(gzip.compress(document.as_string().encode(), compresslevel=9, mtime=0))
-    staged.replace(path)
+    content = gzip.compress(document.as_string().encode(), compresslevel=9, mtime=0)
+    write_whole(path, content)

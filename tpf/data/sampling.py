@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tpf.data.tables import DNA, PROTEIN, RNA
 from tpf.errors import UsageError
+from tpf.files import read_list
 
 BETA_CHAIN = 0.5
 BETA_INTERFACE = 1.0
@@ -51,17 +52,11 @@ def cluster_weights(
 
 def read_clusters(path: Path) -> dict[str, str]:
     """Read lines ``ENTRY_CHAIN CLUSTER`` (white space between); raise ``UsageError`` for others."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"data.clusters {path}: {error.strerror}") from error
     clusters: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
+    for line in read_list("data.clusters", path):
         fields = line.split()
         if len(fields) != 2:
-            raise UsageError(f"{path}: line {number} is {line!r}; write ENTRY_CHAIN CLUSTER")
+            raise UsageError(f"{path}: a line is {line!r}; write ENTRY_CHAIN CLUSTER")
         clusters[fields[0]] = fields[1]
     return clusters
 

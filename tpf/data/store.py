@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import io
 import json
-import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from tpf.data.alignment import Alignment
 from tpf.data.tables import Tables, Tokens
 from tpf.errors import DataError, UsageError
+from tpf.files import make_folder, write_whole
 
 SCHEMA = 2
 """Raised when the fields of the records or the meaning of a stored array change."""
@@ -89,9 +89,7 @@ def _write_arrays(folder: Path, stem: str, arrays: dict[str, Any]) -> str:
     digest = hashlib.sha256(content).hexdigest()[:DIGEST]
     path = folder / digest[:2] / f"{stem}-{digest}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_bytes(content)
-    staged.replace(path)
+    write_whole(path, content)
     return str(path.relative_to(folder))
 
 
@@ -158,7 +156,7 @@ def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> 
 
     Raises ``UsageError`` for a folder that holds something else.
     """
-    dictionary = None if ccd is None else hashlib.sha256(Path(ccd).read_bytes()).hexdigest()
+    dictionary = None if ccd is None else hashlib.sha256(_content(Path(ccd))).hexdigest()
     header = {"schema": SCHEMA, "ccd": dictionary, "msa": msa is not None}
     if is_store(folder):
         _check_schema(folder)
@@ -167,10 +165,15 @@ def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> 
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder} is no prepared cache and not empty; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    staged = folder / f".{HEADER}.{os.getpid()}"
-    staged.write_text(json.dumps(header) + "\n")
-    staged.replace(folder / HEADER)
+    make_folder(folder)
+    write_whole(folder / HEADER, (json.dumps(header) + "\n").encode())
+
+
+def _content(dictionary: Path) -> bytes:
+    try:
+        return dictionary.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--ccd {dictionary}: cannot be read ({error.strerror})") from error
 
 
 def _check_schema(folder: Path) -> None:
@@ -215,24 +218,35 @@ def read_index(folder: Path) -> list[Line]:
     """
     _check_schema(folder)
     found: dict[str, Line] = {}
-    for index in sorted(folder.glob("index-*.jsonl")):
-        lines = index.read_text().splitlines()
-        for number, text in enumerate(lines, start=1):
-            try:
-                line: Line = json.loads(text)
-                older = found.get(line["source"])
-                if older is None or older["mtime_ns"] <= line["mtime_ns"]:
-                    found[line["source"]] = line
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines):
-                    continue
-                raise UsageError(f"{index}: line {number} is damaged; delete that line") from error
+    for line in index_lines(folder):
+        older = found.get(line["source"])
+        if older is None or older["mtime_ns"] <= line["mtime_ns"]:
+            found[line["source"]] = line
     ordered = [found[source] for source in sorted(found, key=Path)]
     for line in ordered:
         if "record" in line:
             record = {name: _tuples(value) for name, value in line["record"].items()}
             line["record"] = record | {"path": str(folder / record["path"])}
     return ordered
+
+
+def index_lines(folder: Path) -> Iterator[Line]:
+    """Yield the lines of all indices, but for a last one cut short.
+
+    Raises ``UsageError`` for other damage.
+    """
+    for index in sorted(folder.glob("index-*.jsonl")):
+        lines = index.read_text().splitlines()
+        for number, text in enumerate(lines, start=1):
+            try:
+                line = json.loads(text)
+                if not isinstance(line, dict):
+                    raise ValueError
+            except ValueError as error:
+                if number == len(lines):
+                    continue
+                raise UsageError(f"{index}: line {number} is damaged; delete that line") from error
+            yield line
 
 
 def _tuples(value: Any) -> Any:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 PROTEIN, RNA, DNA, LIGAND = 0, 1, 2, 3
 """Molecule types (spec model.md 1.2)."""
+TYPE_NAMES = ("protein", "RNA", "DNA", "ligand")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from tpf.data.ccd import Component, Dictionary, component_of
 from tpf.data.identity import agrees
 from tpf.data.tables import DNA, LIGAND, PROTEIN, RNA, Tables
 from tpf.errors import UsageError
+from tpf.files import write_whole
 
 _POLY_TYPE = {
     PROTEIN: "polypeptide(L)",
@@ -79,12 +79,9 @@ def _store(path: Path, text: str) -> None:
     data = text.encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_bytes(data)
-        staged.replace(path)
+        write_whole(path, data)
     except OSError as error:
-        staged.unlink(missing_ok=True)
         raise UsageError(f"cannot write {path} ({error.strerror})") from error
 
 

@@ -18,10 +18,6 @@ from tpf.kernels import jit, launch, tri_attn
 from tpf.kernels.launch import Launch
 
 THREADS = 256
-SPLIT_ROWS = 2048
-"""Fewest rows of one part of a weight gradient."""
-SPLIT_TILES = 128
-"""Output tiles of 128 x 128 among which a weight gradient is divided: one for a multiprocessor."""
 MOST_MATRICES = 5
 """Matrices that one launch of pair_pack writes."""
 
@@ -212,21 +208,7 @@ def swiglu_backward(hidden: Tensor, keep: Tensor, out: Tensor) -> None:
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C].
-
-    The rows are divided into parts, so that the few output tiles fill the GPU, and the parts added
-    in order.
-    """
-    rows = len(x)
+    """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C]."""
     if x.device.type == "cpu":
         return dy.float().t() @ x.float()
-    tiles = -(-dy.shape[1] // 128) * -(-x.shape[1] // 128)
-    parts = max(1, min(SPLIT_TILES // tiles, rows // SPLIT_ROWS))
-    if parts == 1:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    cut = rows // parts * parts
-    dy_parts, x_parts = (t[:cut].view(parts, -1, t.shape[1]) for t in (dy, x))
-    total = torch.bmm(dy_parts.mT, x_parts, out_dtype=torch.float32).sum(0)
-    if cut < rows:
-        total += torch.mm(dy[cut:].t(), x[cut:], out_dtype=torch.float32)
-    return total
+    return torch.mm(dy.t(), x, out_dtype=torch.float32)

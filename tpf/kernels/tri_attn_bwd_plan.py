@@ -195,7 +195,10 @@ class Signature(NamedTuple):
     """q, k, v and dout do."""
     layout: Layout
     shares_dk: bool
-    """What only dQ and dbias need may lie where dK comes, which is written after them."""
+    """What only dQ and dbias need may lie where dK comes, which is written after them.
+
+    Never if the caller gives dK: other tensors may lie between its rows.
+    """
 
 
 class Gradient(NamedTuple):
@@ -238,7 +241,7 @@ class Plan:
         if x.layout.into:
             self.gradients = [Gradient(g, x.shape, g, True) for g in x.layout.into]
         self.dbias_strides = _dense_strides((b, h, n, n), x.layout.bias)
-        self._lay_out(x.shares_dk)
+        self._lay_out(x.shares_dk and not x.layout.into)
         self._order: Tensor | None = None
         strides = *x.layout[:3], x.layout.dout
         self.copied = [

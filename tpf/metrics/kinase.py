@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpf.data.chem import ONE_LETTER
+from tpf.data.chem import one_letters
 from tpf.data.kinase import dfg_motif
 from tpf.data.tables import PROTEIN
 from tpf.metrics.structure import Bools, Ints, Sample, Scored, Structure
@@ -34,8 +34,7 @@ def kinase_metrics(structure: Structure, sample: Sample, scored: Scored) -> dict
 def _phenylalanine(structure: Structure, chain: int) -> Bools:
     """Return the side chain atoms [A] of the second residue of DFG, none without a kinase."""
     residues: Ints = np.unique(structure.residue[structure.chain == chain])
-    names = structure.res_name[residues].tolist()
-    place = dfg_motif("".join(ONE_LETTER.get(name, "X") for name in names))
+    place = dfg_motif(one_letters(structure.res_name[residues].tolist()))
     if place is None:
         return np.zeros(structure.n_atoms, dtype=bool)
     own = structure.residue == residues[place + 1]

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tpf.files import write_whole
 from tpf.metrics.calibration import Table
 from tpf.metrics.picture import Trace
-from tpf.metrics.schema import TargetResult, target_from_dict, write_text
+from tpf.metrics.schema import TargetResult, target_from_dict
 
 FOLDER = ".parts"
 KEY = "key"
@@ -46,7 +47,7 @@ class Parts:
         if not self.fits():
             self.remove()
             self._folder.mkdir(parents=True)
-            write_text(self._folder / KEY, self._key)
+            write_whole(self._folder / KEY, self._key.encode())
 
     def fits(self) -> bool:
         """Return whether the folder holds results of this key."""
@@ -61,7 +62,8 @@ class Parts:
 
     def write(self, part: Part) -> None:
         """Store a target by rename."""
-        write_text(self._folder / f"{part.id}.json", json.dumps(asdict(part), allow_nan=False))
+        content = json.dumps(asdict(part), allow_nan=False)
+        write_whole(self._folder / f"{part.id}.json", content.encode())
 
     def read(self, name: str) -> Part | None:
         """Return a finished target, None if there is none."""

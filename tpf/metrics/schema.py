@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tpf.errors import UsageError
+from tpf.files import write_whole
 from tpf.metrics.selection import (
     ModelSelection,
     dataset_means,
@@ -173,7 +173,8 @@ def target_from_dict(document: Mapping[str, Any]) -> TargetResult:
 
 def write_json(result: Validation, path: Path) -> None:
     """Write metrics.json."""
-    write_text(path, json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n")
+    content = json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n"
+    write_whole(path, content.encode())
 
 
 def read_json(path: Path) -> Validation:
@@ -198,7 +199,7 @@ def write_csv(result: Validation, path: Path) -> None:
     table.writerow(["id", "n_tokens", "seed", "choice", *names])
     for *head, values in _rows(result):
         table.writerow([*head, *(f"{values[n]:.6g}" if n in values else "" for n in names)])
-    write_text(path, buffer.getvalue())
+    write_whole(path, buffer.getvalue().encode())
 
 
 def _rows(result: Validation) -> list[tuple[str, int, int, str, dict[str, float]]]:
@@ -265,13 +266,3 @@ def correlations(result: Validation) -> dict[str, float]:
         if value is not None:
             found[kind] = value
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file by rename, so that a reader never sees half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
 import tpf
+from tpf.files import write_whole
 
 _STYLE = """
 :root{--bg:#fff;--fg:#1c2024;--soft:#646b73;--line:#dfe3e8;--card:#f6f8fa;
@@ -108,10 +108,5 @@ def text(value: Cell) -> str:
 
 
 def write(path: Path, document: str) -> None:
-    """Write a report by rename."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(document, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Write a report whole or not at all."""
+    write_whole(path, document.encode())

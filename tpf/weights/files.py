@@ -138,7 +138,7 @@ def write_openfold3(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def refuse_existing(path: Path) -> None:
     """Raise ``UsageError`` if there is anything at ``path``."""
-    if path.exists():
+    if os.path.lexists(path):  # a broken link as well
         raise UsageError(f"--out {path} exists and nothing is overwritten; choose another name")
 
 
@@ -156,6 +156,7 @@ def _write_new(path: Path, fill: Callable[[Path], object]) -> None:
             os.link(temporary, path)  # unlike a rename it fails if the name was taken meanwhile
         except FileExistsError:
             refuse_existing(path)
+            raise
         except OSError:  # a file system without hard links
             refuse_existing(path)
             temporary.rename(path)
