@@ -18,6 +18,7 @@ from tpf.config import DataConfig, load
 from tpf.data.ccd import Dictionary
 from tpf.data.jobs import Job, read_job
 from tpf.data.load import load_tables
+from tpf.data.write import write_mmcif
 from tpf.errors import UsageError
 from tpf.model.model import Model
 from tpf.predict import Prediction, predict_files
@@ -156,6 +157,33 @@ def test_fasta_kinds(tmp_path: Path) -> None:
     assert tables.res_name[tables.res_chain == 0].tolist() == ["MET", "LYS", "VAL", "LEU", "GLN"]
 
 
+def test_no_fasta_record_is_lost(tmp_path: Path) -> None:
+    marked = tmp_path / "marked.fasta"
+    marked.write_bytes(b"\xef\xbb\xbf>a\r\nMKVL\r\n>b\r\nM(sep)VL*\r\n")
+    tables = read_job(marked, CONFIG).tokens.tables
+    assert tables.chain_id.tolist() == ["A", "B"] and "SEP" in tables.res_name
+    with pytest.raises(UsageError, match="'MKVL' stands before the first FASTA record"):
+        read_job(write(tmp_path, "bare.fasta", "MKVL\n>b\nMKVL\n"), CONFIG)
+    with pytest.raises(UsageError, match="no FASTA record"):
+        read_job(write(tmp_path, "empty.fasta", "\n"), CONFIG)
+
+
+def test_a_name_stays_inside_the_folder(tmp_path: Path) -> None:
+    for name, plain in (("..", "_"), ("../x y", "_x_y"), (".hidden", "hidden")):
+        file = write(tmp_path, "n.json", {"name": name, "sequences": protein()})
+        assert read_job(file, CONFIG).name == plain
+
+
+def test_no_chain_of_an_mmcif_is_dropped_for_its_coordinates(tmp_path: Path) -> None:
+    """Training drops chains that overlap and polymers with few resolved residues."""
+    given = job(tmp_path, *protein(sequence="MKVLQ"), *protein(sequence="GAL"))
+    tables = given.tokens.tables
+    file = tmp_path / "piled.cif"
+    write_mmcif(file, tables, np.zeros_like(tables.pos))
+    again = read_job(file, CONFIG).tokens.tables
+    assert again.res_name.tolist() == tables.res_name.tolist()
+
+
 def test_alignments_of_a_job_and_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "msa").mkdir()
     write(tmp_path / "msa", "a.a3m", ">q\nMKVLQ\n>1\nMKILQ\n>2\n-KVLQ\n")
@@ -188,10 +216,24 @@ def test_alignments_of_a_job_and_of_a_folder(tmp_path: Path) -> None:
         ({"sequences": [{"ligand": {"ccd": "ATP", "smiles": "C"}}]}, "one of ccd, smiles and sdf"),
         ({"sequences": [{"ligand": {"smiles": "c1cc"}}]}, r"sequences\[0\]: c1cc: ligand: "),
         ({"sequences": [{"ligand": {"sdf": "none.sdf"}}]}, "none.sdf"),
+        ({"sequences": [{"ligand": {"sdf": "x.mol2"}}]}, "'x.mol2' is no name of an SDF file"),
+        ({"sequences": [{"ligand": {"smiles": "x.sdf"}}]}, "give it as sdf"),
+        ("sequences:\n  - ligand: {ccd: 017}\n", "ccd is 15 and no text; put it in quotes"),
+        ({"sequences": [{"rna": {"sequence": "ACGT"}}]}, "has 'T', which is no letter of rna"),
+        ({"sequences": [{"dna": {"sequence": "ACGU"}}]}, "has 'U', which is no letter of dna"),
+        ({"sequences": protein(modifications=5)}, "modification 5 needs ccd"),
+        ({"sequences": protein(id="")}, "id '' is no chain name"),
+        ({"sequences": protein(id="A B")}, "id 'A B' is no chain name"),
+        (
+            {"sequences": protein(msa="right.a3m") + protein(msa="other.a3m")},
+            "chain B has the sequence of another chain and another msa",
+        ),
     ],
 )
 def test_wrong_jobs_are_named(content: str | dict[str, Any], sentence: str, tmp_path: Path) -> None:
     write(tmp_path, "wrong.a3m", ">q\nMRV\n")
+    for name in ("right.a3m", "other.a3m"):
+        write(tmp_path, name, ">q\nMKV\n")
     with pytest.raises(UsageError, match=sentence) as error:
         read_job(write(tmp_path, "job.yaml", content), CONFIG)
     assert str(error.value).startswith(str(tmp_path)) and "\n" not in sentence

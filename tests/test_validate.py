@@ -181,6 +181,16 @@ def test_more_gpus_than_there_are_name_the_command() -> None:
         plan(2, 1, None, 0, "tpf validate")
 
 
+def test_of_two_files_of_one_id_the_second_is_listed(tmp_path: Path) -> None:
+    write_entry(tmp_path, "1aaa")
+    (tmp_path / "copy.cif").write_bytes((tmp_path / "1aaa.cif").read_bytes())
+    config = load("tiny", [f"data.path={tmp_path}"])
+    targets = Targets(Entries(config.data), config, None)
+    assert targets.ids() == ["1aaa"]
+    assert [s.id for s in targets.skipped] == ["1aaa"]
+    assert "1aaa.cif has the same id as" in targets.skipped[0].reason
+
+
 def test_targets_and_groups(run: Path, tmp_path: Path) -> None:
     lists = tmp_path / "list.txt"
     lists.write_text("../x/1AAA.cif.gz  # by path\ncut\n")
@@ -191,6 +201,8 @@ def test_targets_and_groups(run: Path, tmp_path: Path) -> None:
     assert [s.id for s in result.skipped] == ["cut"]
     report = (tmp_path / "out" / "report.html").read_text()
     assert "small beta" in report and "calibration" in report
+    groups.write_text("1aaa\tbeta\n")
+    assert read_groups(groups) == {"1aaa": "beta"}
     lists.write_text("1aaa\n9xyz\n")
     with pytest.raises(UsageError, match="1 ids are not among the entries of --data, such as 9xyz"):
         validate(run, tmp_path / "other", targets=lists)

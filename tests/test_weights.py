@@ -308,6 +308,13 @@ def test_name_taken_while_writing_is_left_alone(
     assert out.read_text() == "another's" and len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_broken_link_is_not_overwritten(weights: State, tmp_path: Path) -> None:
+    out = tmp_path / "w.safetensors"
+    out.symlink_to(tmp_path / "absent")
+    with pytest.raises(UsageError, match="nothing is overwritten"):
+        convert.import_file(saved(tmp_path / "of3.pt", weights), out, None, strict=True)
+
+
 def test_info(weights: State, tmp_path: Path) -> None:
     path = saved(tmp_path / "of3.pt", {"state_dict": as_openfold3(weights), "global_step": 7})
     facts = convert.describe(path)

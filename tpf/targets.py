@@ -90,8 +90,8 @@ def read_groups(path: Path) -> dict[str, str]:
     """Return the group of each entry id; raise ``UsageError`` for a line without one."""
     groups = {}
     for line in read_list("--groups", path):
-        name, _, group = line.partition(" ")
-        if not group.strip():
+        name, *group = line.split(maxsplit=1)
+        if not group:
             raise UsageError(f"--groups {path}: {line!r} has no group; write ID GROUP")
-        groups[name.lower()] = group.strip()
+        groups[name.lower()] = group[0]
     return groups

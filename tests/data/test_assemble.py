@@ -403,6 +403,19 @@ def test_a_wrong_table_is_refused(tmp_path: Path, text: str | None, message: str
         list(assemble_table(table, tmp_path / "out"))
 
 
+def test_what_is_no_fault_of_the_rows(tmp_path: Path) -> None:
+    table, out = tmp_path / "t.csv", tmp_path / "out"
+    table.write_text("protein,ligand,id\nnone.cif,CCO,a\nnone.cif,CCO,a\n")
+    with pytest.raises(UsageError, match="data.ccd is none; no such file"):
+        list(assemble_table(table, out, ccd="none"))
+    with pytest.raises(UsageError, match="cannot make the folder"):
+        list(assemble_table(table, table))
+    out.mkdir()
+    (out / "index-1-of-1.jsonl").write_text('rubbish\n{"id": "b", "file": ""}\n')
+    with pytest.raises(UsageError, match="line 1 is damaged"):
+        list(assemble_table(table, out))
+
+
 def test_kinase_entries(tmp_path: Path, shared_data: Path) -> None:
     """Analogs from SDF under the name LIG in kinases of several families."""
     for name in ("7opg", "8aem"):

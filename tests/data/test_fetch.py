@@ -117,6 +117,11 @@ def test_ids(tmp_path: Path) -> None:
             read_ids(words)
     with pytest.raises(UsageError, match="cannot read the list"):
         read_ids([], tmp_path / "absent")
+    listing.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot read the list .it is not UTF-8"):
+        read_ids([], listing)
+    with pytest.raises(UsageError, match="list.txt: cannot make the folder"):
+        list(fetch(["1abc"], listing))
     with pytest.raises(UsageError, match="write a URL with"):
         list(fetch(["1abc"], tmp_path, url="http://mirror/"))
 

@@ -25,7 +25,7 @@ from tpf.data.prepare import Prepared, prepare
 from tpf.data.records import Entries, Record, Skipped
 from tpf.data.store import Parsed
 from tpf.data.tables import Tables, Tokens
-from tpf.errors import DataError, UsageError
+from tpf.errors import DataError, TpfError, UsageError
 
 
 @pytest.fixture
@@ -116,6 +116,25 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
             use(cache)
     with pytest.raises(UsageError, match="has schema 1"):
         Entries(DataConfig(path=str(cache)))
+
+
+def test_wrong_options_leave_no_cache(files: Path, tmp_path: Path) -> None:
+    for options in ({"ccd": "none"}, {"msa": "none"}):
+        with pytest.raises(UsageError, match="none"):
+            list(prepare(str(files), tmp_path / "cache", **options))  # type: ignore[arg-type]
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot make the folder"):
+        list(prepare(str(files), tmp_path / "file"))
+
+
+def test_a_cache_without_entries_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "bad.cif").write_text("x\n")
+    words = ["data", "prepare", str(tmp_path), "--out", str(tmp_path / "cache")]
+    for _ in range(2):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, TpfError), result.output
+        assert "files that cannot be used: 1" in result.output
 
 
 def names(results: list[Prepared]) -> dict[str, type]:

@@ -53,5 +53,5 @@ def test_read_clusters(tmp_path: Path) -> None:
     file.write_text("# made by hand\n1abc_A\tk1\n\n2xyz_B k2\n")
     assert read_clusters(file) == {"1abc_A": "k1", "2xyz_B": "k2"}
     file.write_text("1abc_A\n")
-    with pytest.raises(UsageError, match="line 1"):
+    with pytest.raises(UsageError, match="a line is '1abc_A'"):
         read_clusters(file)

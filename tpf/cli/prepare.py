@@ -55,7 +55,7 @@ def prepare(
         seconds = time.perf_counter() - begin
         rate = f", {size / done / 1e3:.0f} kB each, {done / seconds:.1f}/s" if done else ""
         typer.echo(f"{done} entries stored in {out}{rate}; {failed} cannot be used")
-        typer.echo(f"the cache has {usable} entries; {len(held) - usable} files cannot be used")
+        typer.echo(f"in the cache: {usable}; files that cannot be used: {len(held) - usable}")
     if held and not usable:
         raise TpfError(f"{out} has no entry that can be used; see tpf data check {path}")
 

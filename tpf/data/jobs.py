@@ -241,12 +241,15 @@ def _modify(where: str, codes: list[str], changes: object) -> None:
     for change in changes if isinstance(changes, list) else [changes]:
         fields = change if isinstance(change, Mapping) else {}
         place, code = fields.get("position"), fields.get("ccd")
-        inside = isinstance(place, int) and place is not True and 1 <= place <= len(codes)
-        if not inside or not isinstance(code, str) or len(fields) > 2:
+        if (
+            not (isinstance(place, int) and not isinstance(place, bool))
+            or not 1 <= place <= len(codes)
+            or not (isinstance(code, str) and code)
+        ):
             raise UsageError(
-                f"{where}: modification {change} must be {{position: 1 to {len(codes)}, ccd: CODE}}"
+                f"{where}: modification {change} needs ccd, and position from 1 to {len(codes)}"
             )
-        codes[int(place) - 1] = code.upper()
+        codes[place - 1] = code.upper()
 
 
 def _tables(

@@ -15,6 +15,7 @@ from pathlib import Path
 from tpf.data import store
 from tpf.data.alignment import AlignmentFolder
 from tpf.data.cache import read
+from tpf.data.ccd import Dictionary
 from tpf.data.cif import entry_name
 from tpf.data.pool import map_files
 from tpf.data.records import Record, Skipped, data_files, died, failure_of, record_of
@@ -54,6 +55,7 @@ def prepare(
         raise UsageError(f"shard {number}/{count}: write I/N with I from 1 to N")
     files = [os.path.abspath(file) for file in data_files(path)][number - 1 :: count]
     folder = None if msa is None else AlignmentFolder(Path(msa))
+    Dictionary(ccd).get("LIG")  # a wrong dictionary is no fault of the files
     store.open_store(out, ccd, msa)
     done = {
         line["source"]: line["mtime_ns"]

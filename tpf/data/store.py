@@ -156,7 +156,7 @@ def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> 
 
     Raises ``UsageError`` for a folder that holds something else.
     """
-    dictionary = None if ccd is None else hashlib.sha256(_content(Path(ccd))).hexdigest()
+    dictionary = None if ccd is None else hashlib.sha256(Path(ccd).read_bytes()).hexdigest()
     header = {"schema": SCHEMA, "ccd": dictionary, "msa": msa is not None}
     if is_store(folder):
         _check_schema(folder)
@@ -167,13 +167,6 @@ def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> 
         raise UsageError(f"{folder} is no prepared cache and not empty; give a new folder")
     make_folder(folder)
     write_whole(folder / HEADER, (json.dumps(header) + "\n").encode())
-
-
-def _content(dictionary: Path) -> bytes:
-    try:
-        return dictionary.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--ccd {dictionary}: cannot be read ({error.strerror})") from error
 
 
 def _check_schema(folder: Path) -> None:
