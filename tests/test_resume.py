@@ -17,7 +17,7 @@ from tpf.config import Config, load
 from tpf.train import Options, Trainer, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
-STEPS = 6
+STEPS = 12
 CONFIG = load(
     "tiny",
     [

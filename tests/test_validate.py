@@ -15,6 +15,7 @@ from tpf import checkpoint
 from tpf.config import DataConfig, load
 from tpf.data.ccd import Dictionary
 from tpf.data.jobs import read_job
+from tpf.data.records import Entries
 from tpf.data.tables import LIGAND
 from tpf.data.write import write_mmcif
 from tpf.dist import World
@@ -22,7 +23,7 @@ from tpf.errors import HardwareError, Interrupted, UsageError
 from tpf.launch import Plan, launch, plan
 from tpf.metrics.schema import Validation, read_json
 from tpf.model.model import Model
-from tpf.targets import read_groups, read_ids
+from tpf.targets import Targets, read_groups, read_ids
 from tpf.validate import Request, compare_files, validate_checkpoint, validate_rank
 
 SPLITS = Path(__file__).resolve().parents[1] / "data" / "splits"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tpf.bench import peers
+from tpf.bench.accuracy import compare
 from tpf.bench.backends import BACKENDS, UnavailableError, fused_attention, open_backend
 from tpf.bench.cases import Attend, Shape, make_inputs
-from tpf.bench.timing import Clock, Timing, blocks, rounds
+from tpf.bench.timing import Clock, Timing, blocks, reduction_percent, rounds, speed_up
 from tpf.kernels.ops import triangle_attention
 
 CPU = torch.device("cpu")
@@ -153,3 +154,12 @@ def test_graph_and_events_agree_and_a_call_that_cannot_be_captured_is_timed() ->
         assert again.timer == "graph", "a failed capture must not spoil the next"
         first, second, _ = clock.measure([graph, eager, again], rounds(3, 20))
     assert first.median == pytest.approx(second.median, rel=0.5)
+
+
+def test_worked_numbers_of_errors_and_times() -> None:
+    got, want = ({"out": torch.tensor(x, dtype=torch.float64)} for x in ([3, 4.05], [3, 4]))
+    error = compare(got, want)["out"]
+    assert error.rel_l2 == pytest.approx(1.0)
+    assert error.rmse == pytest.approx(0.0353553, abs=1e-7)
+    assert reduction_percent(2.0, 1.8) == pytest.approx(10.0)
+    assert speed_up(2.0, 1.8) == pytest.approx(1.1111, abs=1e-4)

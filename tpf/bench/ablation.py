@@ -10,7 +10,7 @@ import torch
 
 from tpf.bench.cases import Inputs, Settings, Shape, make_inputs
 from tpf.bench.record import Record, Table
-from tpf.bench.timing import WARM_UP, Call, Clock, Timing, blocks, forget, rounds
+from tpf.bench.timing import WARM_UP, Call, Clock, Timing, blocks, forget, reduction_percent, rounds
 from tpf.kernels import tri_attn
 from tpf.kernels.tri_attn_bwd_paper import ORDERED, Atomic, tri_attn_bwd_paper
 from tpf.report.html import Cell
@@ -86,7 +86,7 @@ def _paired_blocks(
     base = _block_means(timings[0])
     for name, timing in zip(FORWARD_VARIANTS, timings, strict=True):
         pairs = zip(_block_means(timing), base, strict=True)
-        cut = statistics.fmean(100 * (1 - mine / theirs) for mine, theirs in pairs)
+        cut = statistics.fmean(reduction_percent(theirs, mine) for mine, theirs in pairs)
         record.add(
             op="attention", impl="cuda", variant=name, phase=phase, **shape.fields(),
             dtype="bfloat16", layout=settings.layout, mask=False, **timing.fields(),

@@ -8,6 +8,7 @@ from tpf.bench.cases import Settings
 from tpf.bench.record import Record, Row, Table
 from tpf.bench.step import measure
 from tpf.bench.swap import CHOICES, Choice, open_choices
+from tpf.bench.timing import reduction_percent
 from tpf.phases import PHASES
 from tpf.report.html import Cell
 from tpf.report.svg import Series, line_chart
@@ -90,7 +91,7 @@ def table_13(settings: Settings, record: Record) -> None:
             start = here[base]["mean_ms"]
             arms = (f"{base} + attention", f"{base} + multiplication", "both", "both, fused layers")
             times = (here[arm]["mean_ms"] if arm in here else None for arm in arms)
-            cuts = (None if t is None else f"{100 * (1 - t / start):.2f}" for t in times)
+            cuts = (None if t is None else f"{reduction_percent(start, t):.2f}" for t in times)
             lines.append((str(n), base, start, *cuts))
     header = ("N", "baseline", "ms", "attention", "multiplication", "both", "fused layers")
     title = "Table 13: reduction of the step's time by replaced operators, %"

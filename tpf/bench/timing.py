@@ -231,3 +231,13 @@ def forget(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def reduction_percent(base: float, new: float) -> float:
+    """Return by how many percent the time ``new`` undercuts the time ``base``."""
+    return 100 * (1 - new / base)
+
+
+def speed_up(base: float, new: float) -> float:
+    """Return how many times as fast ``new`` is as ``base``, both times."""
+    return base / new

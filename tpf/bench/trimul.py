@@ -10,7 +10,7 @@ from torch import Tensor
 from tpf.bench import profiling, trimul_accuracy
 from tpf.bench.cases import Settings, Shape
 from tpf.bench.record import Record, Row, Table
-from tpf.bench.timing import WARM_UP, Call, Clock, forget, rounds
+from tpf.bench.timing import WARM_UP, Call, Clock, forget, rounds, speed_up
 from tpf.bench.trimul_backends import MULTIPLIERS
 from tpf.bench.trimul_cases import DIRECTIONS, Multiplier, TriMulInputs, fields, make_trimul
 from tpf.kernels.ops import Direction
@@ -138,7 +138,7 @@ def _table(rows: list[Row]) -> Table:
                 (
                     f"{n} x {dim}", direction, both["impl"], forward["median_ms"],
                     both["median_ms"], None if base is None else
-                    f"{base['median_ms'] / both['median_ms']:.2f}",
+                    f"{speed_up(base['median_ms'], both['median_ms']):.2f}",
                     forward["wall_ms"], both["wall_ms"], round(forward["host_us"]),
                     round(both["host_us"]), None if peak is None else round(peak), both["timer"],
                 )

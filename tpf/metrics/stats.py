@@ -43,11 +43,6 @@ def resample_indices(n: int, resamples: int = RESAMPLES, seed: int = 0) -> Ints:
     return generator.integers(0, n, size=(resamples, n), dtype=np.int64)
 
 
-def bootstrap_means(values: ArrayLike, indices: Ints) -> Floats:
-    """Return the mean [R] of values [T] in each resample [R, T]."""
-    return np.asarray(np.asarray(values, dtype=np.float64)[indices].mean(axis=-1))
-
-
 def interval(values: Floats) -> tuple[float, float]:
     """Return the 2.5 and 97.5 percentiles of finite values."""
     low, high = np.percentile(values[np.isfinite(values)], INTERVAL)
@@ -133,26 +128,3 @@ def trailing_mean(values: ArrayLike, window: int = 25) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     ends = range(1, len(array) + 1)
     return np.array([array[max(0, end - window) : end].mean() for end in ends])
-
-
-def relative_l2(value: ArrayLike, reference: ArrayLike) -> float:
-    """Return 100 |value - reference| / |reference| in percent."""
-    ref = np.asarray(reference, dtype=np.float64)
-    error = np.asarray(value, dtype=np.float64) - ref
-    return float(100.0 * np.sqrt((error**2).sum() / (ref**2).sum()))
-
-
-def rmse(value: ArrayLike, reference: ArrayLike) -> float:
-    """Return the root mean square difference."""
-    error = np.asarray(value, dtype=np.float64) - np.asarray(reference, dtype=np.float64)
-    return float(np.sqrt((error**2).mean()))
-
-
-def reduction_percent(base: float, new: float) -> float:
-    """Return by how many percent ``new`` seconds undercut ``base`` seconds."""
-    return 100.0 * (1.0 - new / base)
-
-
-def speed_up(base: float, new: float) -> float:
-    """Return how many times faster ``new`` seconds are than ``base`` seconds."""
-    return base / new
