@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tpf.cli.app import main
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.command import Run, in_empty_folder
 
 
 @pytest.fixture
 def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``tpf bench`` in an empty folder of a machine without GPU: code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["tpf", "bench", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return run
+    return in_empty_folder("bench", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

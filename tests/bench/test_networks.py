@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bench.studies import pick, run
 from tests.model.rerun import Rerun
 from tpf.bench import block, block_cases, memory, profiling, step, step_studies, swap
 from tpf.bench.backends import BACKENDS, Backend, plain_attention
@@ -34,16 +35,6 @@ SMALL = ["train.diffusion_samples=2", "train.rollout_steps=1", "train.max_recycl
 def settings(*impls: str, **changes: Any) -> Settings:
     chosen = Settings(impls, (Shape(12, 128),), CPU, seeds=1, reps=2, config="tiny")
     return dataclasses.replace(chosen, **changes)
-
-
-def run(study: object, chosen: Settings) -> Record:
-    record = Record("test")
-    study(chosen, record)  # type: ignore[operator]
-    return record
-
-
-def pick(record: Record, **wanted: object) -> list[Row]:
-    return [r for r in record.rows if all(r.get(k) == v for k, v in wanted.items())]
 
 
 @pytest.fixture

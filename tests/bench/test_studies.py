@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.bench.studies import TooLarge, pick, run
 from tpf.bench import ablation, accuracy, attention, captured, determinism, residual, workspace
 from tpf.bench.backends import BACKENDS, Backend, plain_attention
 from tpf.bench.cases import Attend, Settings, Shape, make_inputs
-from tpf.bench.record import Record, Row
 from tpf.errors import TpfError, UsageError
 from tpf.kernels import tri_attn
 from tpf.kernels.ops import triangle_attention
@@ -31,20 +31,8 @@ def perfect(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) 
     return triangle_attention(*wide, mask, impl="torch").to(q.dtype)
 
 
-class WrongBias(torch.autograd.Function):
-    """The identity with a gradient that is 6 % too large."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad * 1.06
-
-
 def planted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
-    return perfect(q, k, v, WrongBias.apply(bias), mask)
+    return perfect(q, k, v, TooLarge.apply(bias), mask)
 
 
 def noisy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -67,16 +55,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for attend in (perfect, planted, noisy, broken, not_finite):
         add(attend)
-
-
-def run(study: object, chosen: Settings) -> Record:
-    record = Record("test")
-    study(chosen, record)  # type: ignore[operator]
-    return record
-
-
-def pick(record: Record, **wanted: object) -> list[Row]:
-    return [r for r in record.rows if all(r.get(k) == v for k, v in wanted.items())]
 
 
 # ------------------------------------------------------------------------------ Table 2

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.bench.studies import TooLarge, pick
 from tpf.bench import trimul
 from tpf.bench.backends import Backend
 from tpf.bench.cases import Settings, Shape
-from tpf.bench.record import Record, Row
+from tpf.bench.record import Record
 from tpf.bench.trimul_accuracy import computed, exact
 from tpf.bench.trimul_backends import MULTIPLIERS, plain_update
 from tpf.bench.trimul_cases import Multiplier, TriMulInputs, make_trimul
@@ -96,18 +97,6 @@ def test_parameters_are_packed_once_in_bf16_or_fp32(monkeypatch: pytest.MonkeyPa
         assert {x.dtype for x in packed} == {dtype} and packed[2].shape == (32, 16)
 
 
-class TooLarge(torch.autograd.Function):
-    """The identity with a gradient that is 6 % too large."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad * 1.06
-
-
 def perfect(
     z: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], direction: Direction
 ) -> Tensor:
@@ -141,10 +130,6 @@ def run(*impls: str) -> Record:
     chosen = Settings(impls, (SHAPE,), CPU, seeds=2, reps=3, errors=True)
     trimul.table_10(chosen, record)
     return record
-
-
-def pick(record: Record, **wanted: object) -> list[Row]:
-    return [r for r in record.rows if all(r.get(k) == v for k, v in wanted.items())]
 
 
 def test_every_backend_has_both_directions_and_phases() -> None:

@@ -10,16 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from tpf.cli.app import main
+from tests.command import Run, in_empty_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "data" / "examples"
-Run = Callable[..., tuple[int, str, str]]
 SMALL = [
     "--config", "tiny", "--data", str(EXAMPLES / "1ubq.cif.gz"), "--crops", "16", "--warmup-crop",
     "16", "--warmup-steps", "2", "train.diffusion_samples=2", "train.rollout_steps=1",
@@ -28,21 +25,7 @@ SMALL = [
 
 @pytest.fixture
 def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``tpf stability`` in an empty folder of a machine without GPU: code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["tpf", "stability", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return run
+    return in_empty_folder("stability", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
