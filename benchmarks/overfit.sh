@@ -18,6 +18,6 @@ import json, statistics, sys
 times = [row['step_ms'] for row in map(json.loads, sys.stdin) if 'step_ms' in row]
 print(int($seconds * 1000 / statistics.mean(times)))")
 timeout -s INT $((seconds + 45)) tpf train "${recipe[@]}" --steps "$steps" --init "$out-first" \
-  --out "$out" train.noise_mean=-0.6 train.noise_sd=1.7 \
+  --out "$out" train.noise_mean=0 train.noise_sd=1.8 \
   train.decay_after=$((steps * 6 / 10)) train.decay_every=$((steps * 3 / 100)) train.decay=0.75
 tpf validate "$out" --samples 5 --sampling-steps 200 --out "$out/validation-200"
