@@ -1,24 +1,25 @@
-"""Measure the data pipeline: entries per second per core at each stage, and scaling with workers.
+"""Measure the data pipeline: what one core does a second, and how it scales with workers.
 
-    python benchmarks/data_throughput.py PATH [--crop 384] [--workers 1 2 4] [--out FILE]
+    python benchmarks/data_throughput.py PATH [--crop 384] [--workers 1 2] [--seconds 10] [--out F]
 
-PATH is a folder or list of structure files. Prints the table of docs/data.md; --out keeps the
-numbers as JSON.
+PATH is a folder or list of structure files. The entries that one core prepares in three times
+--seconds are taken; every stage, and every number of workers, is measured for --seconds. Prints the
+tables of docs/data.md; --out keeps them as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,53 +37,129 @@ from tpf.data.records import Entries, Record  # noqa: E402
 from tpf.data.store import read_entry  # noqa: E402
 from tpf.data.tokens import tokenize  # noqa: E402
 
+T = TypeVar("T")
 
-def timed(function: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
-    """Return the results and the median milliseconds of one core for one of them."""
-    results, times = [], []
-    for item in items:
+
+def rate(function: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> dict[str, float]:
+    """Return calls per second of one core and the median milliseconds of a call.
+
+    Both are of processor time, of which ``seconds`` are spent (on a busy machine up to a fifth).
+    """
+    times: list[float] = []
+    for item in within(5 * seconds, itertools.cycle(items)):
         begin = time.process_time()
-        results.append(function(item))
-        times.append(1e3 * (time.process_time() - begin))
-    return results, statistics.median(times)
+        function(item)
+        times.append(time.process_time() - begin)
+        if sum(times) >= seconds:
+            break
+    return {
+        "per_second_per_core": round(len(times) / sum(times), 2),
+        "median_ms": round(1e3 * statistics.median(times), 3),
+        "calls": len(times),
+    }
 
 
-def stages(prepared: list[Prepared], cache: Path, config: DataConfig) -> dict[str, float]:
-    """Return the median milliseconds per entry (or per crop) of each stage."""
-    done = [item for item in prepared if isinstance(item.result, Record)]
+def stages(
+    done: list[Prepared], cache: Path, config: DataConfig, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Return the rate of each stage over the entries in a cache."""
     rng = np.random.default_rng(0)
     dictionary = Dictionary()
-    load_tables(done[0].source)
-    tables, parse = timed(load_tables, [item.source for item in done])
-    tokens, tokenise = timed(tokenize, tables)
-    _, stored = timed(read_entry, [cache / item.result.path for item in done])
     weights = (config.crop_contiguous, config.crop_spatial, config.crop_interface)
-    crops, cut = timed(lambda t: (t, crop(t, config.crop, rng, weights)), tokens)
+    sources = [item.source for item in done]
+    stored = [cache / item.result.path for item in done if isinstance(item.result, Record)]
+    tokens = [read_entry(path).tokens for path in stored]
+    crops = [(whole, crop(whole, config.crop, rng, weights)) for whole in tokens]
 
     def features(pair: tuple[Any, Any]) -> Any:
         return featurize(pair[0], pair[1], dictionary, rng, config=config)
 
-    for pair in crops[:20]:  # conformers of the standard residues
-        features(pair)
-    _, feature = timed(features, crops)
+    load_tables(sources[0])
+    rate(features, crops, seconds)  # makes the conformers of the standard residues
     return {
-        "parse and clean": parse, "tokenise": tokenise, "read from the cache": stored,
-        "crop": cut, "featurise": feature,
-    }  # fmt: skip
+        "parse and clean": rate(load_tables, sources, seconds),
+        "tokenise": rate(tokenize, [whole.tables for whole in tokens], seconds),
+        "read from the cache": rate(read_entry, stored, seconds),
+        "crop": rate(lambda whole: crop(whole, config.crop, rng, weights), tokens, seconds),
+        "featurise": rate(features, crops, seconds),
+    }
 
 
-def samples_per_second(cache: Path, config: DataConfig, workers: int, n: int) -> float:
-    """Return the rate at which a loader gives crops, after every worker has warmed up."""
+def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
+    """Yield items until the time is over."""
+    end = time.perf_counter() + seconds
+    for item in items:
+        yield item
+        if time.perf_counter() >= end:
+            return
+
+
+def prepared_per_second(path: str, cache: Path, workers: int, seconds: float) -> float:
+    """Return files a second that ``tpf data prepare`` stores, processes started before."""
+    results = prepare(path, cache, workers=workers)
+    next(results)
+    begin = time.perf_counter()
+    number = sum(1 for _ in within(seconds, results))
+    spent = time.perf_counter() - begin
+    results.close()
+    return round(number / spent, 2)
+
+
+def crops_per_second(config: DataConfig, workers: int, seconds: float) -> float:
+    """Return the rate at which a loader gives crops once every worker has given some."""
     torch.set_num_threads(1)
-    entries = Entries(config)
-    warm = 32 * max(workers, 1)
-    loader = iter(Loader(CropDataset(entries, config), stop_step=warm + n, workers=workers))
-    for _ in range(warm):
+    loader = iter(Loader(CropDataset(Entries(config), config), workers=workers))
+    for _ in range(8 * max(workers, 1)):
         next(loader)
     begin = time.perf_counter()
-    for _ in range(n):
-        next(loader)
-    return n / (time.perf_counter() - begin)
+    number = sum(1 for _ in within(seconds, loader))
+    return round(number / (time.perf_counter() - begin), 2)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return everything measured, in a folder for caches."""
+    seconds, cache = arguments.seconds, folder / "cache"
+    results = prepare(arguments.path, cache)
+    done = [i for i in within(3 * seconds, results) if isinstance(i.result, Record)]
+    results.close()
+    config = DataConfig(path=str(cache), crop=arguments.crop)
+    tokens = [item.result.n_tokens for item in done if isinstance(item.result, Record)]
+    scaling = {
+        workers: {
+            "prepared_per_second": prepared_per_second(
+                arguments.path, folder / f"cache-{workers}", workers, seconds
+            ),
+            "crops_per_second": crops_per_second(config, workers, seconds),
+        }
+        for workers in arguments.workers
+    }
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0],
+        "command": f"data_throughput.py --crop {arguments.crop} --seconds {seconds:g}",
+        "entries": len(done),
+        "median_tokens": statistics.median(tokens),
+        "stages": stages(done, cache, config, seconds),
+        "workers": scaling,
+        "cache_bytes_per_entry": round(statistics.mean(item.n_bytes for item in done)),
+        "source_bytes_per_entry": round(
+            statistics.mean(Path(item.source).stat().st_size for item in done)
+        ),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a result as the tables of docs/data.md."""
+    print(f"{result['entries']} entries, median {result['median_tokens']:.0f} tokens")
+    print("| stage | per entry or crop | per second and core |\n|---|---|---|")
+    for name, row in result["stages"].items():
+        print(f"| {name} | {row['median_ms']:.3g} ms | {row['per_second_per_core']:,.0f} |")
+    print("| workers | prepared per second | crops per second |\n|---|---|---|")
+    for workers, row in result["workers"].items():
+        print(f"| {workers} | {row['prepared_per_second']:.1f} | {row['crops_per_second']:.1f} |")
+    sizes = [result[f"{name}_bytes_per_entry"] / 1e3 for name in ("cache", "source")]
+    print(f"cache {sizes[0]:.0f} kB per entry, source files {sizes[1]:.0f} kB")
+    print(f"load of the machine {result['load']:.1f}")
 
 
 def main() -> None:
@@ -90,33 +167,13 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("--crop", type=int, default=384)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement")
+    parser.add_argument("--out", type=Path, help="JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        cache = Path(scratch) / "cache"
-        prepared = list(prepare(arguments.path, cache))
-        config = DataConfig(path=str(cache), crop=arguments.crop)
-        sizes = [item.n_bytes for item in prepared if item.n_bytes]
-        tokens = [item.result.n_tokens for item in prepared if isinstance(item.result, Record)]
-        table = stages(prepared, cache, config)
-        rates = {w: samples_per_second(cache, config, w, arguments.samples)
-                 for w in arguments.workers}  # fmt: skip
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(f"{len(sizes)} entries, median {statistics.median(tokens):.0f} tokens")
-    for name, ms in table.items():
-        print(f"| {name} | {ms:.1f} ms | {1e3 / ms:.0f} per second per core |")
-    for workers, rate in rates.items():
-        print(f"| loader, {workers} workers | | {rate:.1f} crops per second |")
-    print(f"cache {statistics.mean(sizes) / 1e3:.0f} kB per entry; largest worker {peak:.0f} MB")
+        result = measure(arguments, Path(scratch))
+    show(result)
     if arguments.out is not None:
-        result = {
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "command": f"data_throughput.py --crop {arguments.crop}", "entries": len(sizes),
-            "median_tokens": statistics.median(tokens), "median_ms": table,
-            "crops_per_second_by_workers": rates, "mean_bytes": statistics.mean(sizes),
-            "worker_mb": peak,
-        }  # fmt: skip
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,10 +1,11 @@
 """Check the triangle multiplicative update's kernels against FP64 on every kind of input.
 
-    python benchmarks/trimul_check.py [--build] [--json PATH]
+    python benchmarks/trimul_check.py [--build] [--json PATH] [--variants | --probe]
 
 Runs on one Hopper GPU (with --build it only compiles, which needs none). Inputs lie inside larger
 buffers filled with NaN. Errors are relative L2; those of plain bf16 PyTorch stand beside ours.
-Times and peers: ``tpf bench trimul``.
+--variants compares choices in the kernels instead, --probe shows what they wait for
+(``trimul_variants.py``). Times and peers: ``tpf bench trimul``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from tpf.bench.trimul_backends import plain_update
 from tpf.bench.trimul_cases import DIRECTIONS, Multiplier, TriMulInputs, make_weights
 from tpf.kernels import jit, tri_mul, tri_mul_bwd
 from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication
+from tpf.kernels.tri_mul_layout import Sizes
 
 SIZES = (1, 5, 16, 63, 64, 65, 100, 101, 129, 384, 640, 768)
-CHANNELS = ((64, 64), (128, 128), (32, 32), (96, 96), (16, 48), (128, 64))
+CHANNELS = ((64, 64), (128, 128), (32, 32), (96, 96), (16, 48), (128, 64), (256, 192))
 MASKS = ("none", "bool", "float", "tail")
 LAYOUTS = ("dense", "sliced", "transposed")
 Update = Callable[[Tensor, Tensor | None, TriMulWeights, Direction], Tensor]
@@ -156,8 +158,10 @@ def build_all() -> int:
     """Compile all variants that the checks and timings use, in parallel; return their number."""
     wanted = set()
     for c, hidden in CHANNELS:
-        sizes = tri_mul.Sizes(c, hidden)
-        variants = tri_mul.forward_variants(sizes) | tri_mul_bwd.backward_variants(sizes)
+        sizes = Sizes(c, hidden)
+        variants = dict(tri_mul.forward_variants(sizes))
+        if sizes.fused_backward:
+            variants |= tri_mul_bwd.backward_variants(sizes)
         wanted |= {(v.name, tuple(sorted(v.defines.items()))) for v in variants.values()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda item: jit.build(item[0], dict(item[1])), wanted))
@@ -186,7 +190,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--probe", action="store_true")
     args = parser.parse_args()
+    if args.variants or args.probe:
+        import trimul_variants
+
+        return trimul_variants.main(args.variants, args.probe, args.build)
     start = time.perf_counter()
     print(f"built {build_all()} kernels in {time.perf_counter() - start:.0f} s", flush=True)
     if args.build:

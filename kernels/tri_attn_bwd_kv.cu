@@ -11,6 +11,7 @@
 
 constexpr bool kSplit = TPF_SPLIT;
 constexpr bool kAhead = TPF_AHEAD;  // S of the next step under the exponentials of this one
+constexpr bool kGroups = TPF_GROUPS;  // with kAhead: also under what follows them
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -146,11 +147,19 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         accumulate_tokens(dv[before], probability, further(last_q, kOperandBytes), tile);
         accumulate_tokens(dk[before], gradient, last_q, tile);
         if constexpr (kSplit) accumulate_tokens(dk[before], rest, last_q, 1);
-        if constexpr (kAhead) next_scores();
+        if constexpr (kAhead && !kGroups) next_scores();
         wgmma_commit();
-        exponentials(now, bias, p.scale2);
-        keep_order(now, full, parity);
-        wgmma_wait<0>();
+        if constexpr (kGroups) {
+          exponentials(now, bias, p.scale2);
+          wgmma_fence();
+          next_scores();
+          wgmma_commit();
+          wgmma_wait<1>();
+        } else {
+          exponentials(now, bias, p.scale2);
+          keep_order(now, full, parity);
+          wgmma_wait<0>();
+        }
         if (g == 0 && tile > 0) release(bars.stage_empty((index + kStages - 1) % kStages), thread);
 #pragma unroll
         for (int i = 0; i < 16; ++i) probability[i] = pack_bf16(now[2 * i], now[2 * i + 1]);
@@ -169,7 +178,7 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
-        if constexpr (!kAhead) {
+        if constexpr (!kAhead || kGroups) {
           keep_words(kSplit ? rest : gradient, never, full, parity);
           wgmma_wait<0>();
         }

@@ -24,6 +24,9 @@
 // Constants: HEAD_DIM (16, 32, 64), GROUP, STAGES, BIAS_F32, HAS_MASK, SAVE_RESIDUAL, WHOLE_ROWS
 // (d == HEAD_DIM), STREAM.
 #include "tri_attn_fwd.cuh"
+#if LEAN
+#include "tri_attn_lean.cuh"
+#endif
 
 // ---------------------------------------------------------------------------------- producer
 
@@ -35,7 +38,11 @@ DEV void produce(const Params& p, const Shared& s) {
     const int buffer = trip & 1;
     const u32 q_bar = s.q_full + 8 * buffer;
     mbar_wait_idle(s.q_empty + 8 * buffer, (trip >> 1 & 1) ^ 1);
-    sts128(s.items + 16 * buffer, make_uint4(it.b, it.h, it.o, it.q));
+    sts128(s.items + ITEM * buffer, make_uint4(it.b, it.h, it.o, it.q));
+#if LEAN
+    const i64 row = ((static_cast<i64>(it.b) * p.outer + it.o) * p.heads + it.h) * p.n + it.q;
+    sts128(s.items + ITEM * buffer + 16, make_uint4(row, row >> 32, 0, 0));
+#endif
     mbar_expect(q_bar, GROUP * Q_TILE + (HAS_MASK ? GROUP * s.words_bytes : 0));
     tma_load(s.q + buffer * GROUP * Q_TILE, &p.q, q_bar, 0, it.q, it.h, it.o, it.b);
     if (HAS_MASK) {
@@ -64,6 +71,7 @@ DEV void produce(const Params& p, const Shared& s) {
   }
 }
 
+#if !LEAN
 // ---------------------------------------------------------------------------------- consumer
 
 DEV void consume(const Params& p, const Shared& s, int group) {
@@ -240,6 +248,7 @@ DEV void consume(const Params& p, const Shared& s, int group) {
     current = Ring::after(previous, s);
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     tri_attn_fwd(const __grid_constant__ Params p) {
@@ -257,6 +266,9 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     }
     mbar_init_fence();
   }
+#if BIAS_TERMS
+  write_identity(p, s);
+#endif
   __syncthreads();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform for the compiler
   if (role == 0) {

@@ -5,7 +5,7 @@
 #include "tile.cuh"
 
 struct Params {
-  TensorMap q, k, v;  // [B, O, H, N, D]
+  TensorMap q, k, v, out_rows, residual_rows;  // [B, O, H, N, D]; the last two with STAGED
   const char* bias_tiles;
   const u64* mask_words;
   u16* out;       // [B, O, N, H, D]
@@ -15,7 +15,7 @@ struct Params {
   int outer, heads, n, d;
   int key_tiles, bias_key_tiles, query_tiles;  // walked; rows and columns of bias tiles
   int query_blocks, groups, items;
-  float scale;
+  float scale, scale_log2;  // scale_log2 = scale * log2(e)
 };
 
 constexpr int KEYS = 64, ROWS = 64, CONSUMERS = 2, QUERIES = CONSUMERS * ROWS;
@@ -27,6 +27,8 @@ constexpr int Q_TILE = QUERIES * ROW_BYTES;
 constexpr int NO = HEAD_DIM / 2;                // accumulators of O a thread and slice
 constexpr int UNROLL = GROUP % 2 == 0 ? 1 : 2;  // tiles a loop trip, so that buffers alternate
 constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int ITEM = LEAN ? 32 : 16;  // bytes of an item's coordinates
+constexpr int IDENTITY = 48 * 32;  // bytes of one term of 1 / scale on the tensor cores
 static_assert(GROUP * HEAD_DIM <= 64, "O must fit beside two score tiles");
 static_assert(STAGES >= (GROUP == 1 ? 4 : 3), "a step holds tile t-1 and waits for that of j+2");
 static_assert(KV_TILE % 1024 == 0 && BIAS_TILE % 1024 == 0, "tiles keep the swizzle alignment");
@@ -49,15 +51,17 @@ DEV Item item_at(const Params& p, int index) {
 
 // Addresses in shared memory.
 struct Shared {
-  u32 stages, q, items, full, empty, q_full, q_empty, words;
+  u32 stages, q, residual, identity, items, full, empty, q_full, q_empty, words;
   u32 words_bytes;  // of one slice
 
   DEV Shared at(u32 base, const Params& p) {
     Shared s;
     s.stages = base;
     s.q = s.stages + STAGES * STAGE;
-    s.items = s.q + 2 * GROUP * Q_TILE;
-    s.full = s.items + 32;
+    s.residual = s.q + 2 * GROUP * Q_TILE;
+    s.identity = s.residual + (STAGED && SAVE_RESIDUAL ? Q_TILE : 0);
+    s.items = s.identity + BIAS_TERMS * IDENTITY;
+    s.full = s.items + 2 * ITEM;
     s.empty = s.full + 8 * STAGES;
     s.q_full = s.empty + 8 * STAGES;
     s.q_empty = s.q_full + 16;

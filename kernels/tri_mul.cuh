@@ -2,14 +2,15 @@
 //
 // A work item is 64 positions that follow one another along the second pair axis of z [B, N, N, C].
 // A tile holds them with 64 channels, 128 bytes a row and swizzled, either position-major (from z)
-// or channel-major (from a, b, x [.., N, N]); two tiles side by side hold up to 128 channels.
+// or channel-major (from a, b, x [.., N, N]); tiles side by side hold all channels.
 //
 // The layer norms never touch the tiles. With mean m, inverse deviation r, affine (w, b) and weights
 // W of the projection that follows, everything is a product with raw bf16 values:
 //   W (w (z - m) r + b) = r (W' z) + (-r m) s + t,   W' = bf16(W w),  s = sum_c W',  t = sum_c W b
 // (s from the rounded W', so the mean cancels exactly). Gates carry the factor -log2(e), so their
 // sigmoid is 1 / (1 + 2^y). tri_mul_pack.cu writes W' as swizzled 64 x 64 tiles and (s, t).
-// Constants: CZ, CH (channels of z, hidden channels; multiples of 16 up to 128).
+// Constants: CZ, CH (channels of z, hidden channels; multiples of 16 up to 256, up to 128 in the
+// backward).
 #pragma once
 
 #include "tile.cuh"
@@ -24,7 +25,7 @@ constexpr int PASSES = (UNITS + TEAM - 1) / TEAM;
 constexpr int BOX = CH % 64 == 0 ? 64 : CH % 32 == 0 ? 32 : 16;  // channels of a box of a, b
 constexpr float EPS = 1e-5f, LN2 = 0.6931471805599453f;
 static_assert(CZ % 16 == 0 && CH % 16 == 0 && CZ >= 16 && CH >= 16, "whole k16 steps");
-static_assert(CZ <= 128 && CH <= 128, "weight gradients must fit into the registers");
+static_assert(CZ <= 256 && CH <= 256, "an operand of 64 positions must fit into the registers");
 using Smem = Tile<128>;
 
 // Layout of the packed weights (bytes), as tri_mul_pack.cu writes it.

@@ -12,9 +12,41 @@
 
 #include "tri_mul.cuh"
 
+static_assert(CZ <= 128 && CH <= 128, "weight gradients must fit into the registers");
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr int TERMS = 1024, PAIRS = 512;  // bytes of one table
+constexpr int C_SPAN = WIDE && CB == 2 ? 2 : 1, H_SPAN = WIDE && HB == 2 ? 2 : 1;  // tiles a product
+
+// Of a stage. full: operands are there; empty: and used; ready: d of all members is in the stage.
+// With STORER a part of the stage lives longer, as the result takes its place: late: it is there;
+// done: the result is; free: and stored.
+template <int Stages>
+struct BarriersOf {
+  static constexpr int BYTES = 48 * Stages + 8;
+  u32 base;
+  __device__ u32 full(int i) const { return base + 8 * i; }
+  __device__ u32 empty(int i) const { return base + 8 * (Stages + i); }
+  __device__ u32 ready(int i) const { return base + 8 * (2 * Stages + i); }
+  __device__ u32 late(int i) const { return base + 8 * (3 * Stages + i); }
+  __device__ u32 done(int i) const { return base + 8 * (4 * Stages + i); }
+  __device__ u32 free(int i) const { return base + 8 * (5 * Stages + i); }
+  __device__ u32 weights() const { return base + 48 * Stages; }
+
+  // members: warpgroups that share an item
+  __device__ void init(int members) const {
+    for (int i = 0; i < Stages; ++i) {
+      mbar_init(full(i), 3);
+      mbar_init(empty(i), STORER ? 4 * members : 4 * (members - 1) + 1);
+      mbar_init(ready(i), 4 * members);
+      mbar_init(late(i), 1);
+      mbar_init(done(i), 4);
+      mbar_init(free(i), 1);
+    }
+    mbar_init(weights(), 1);
+    mbar_init_fence();
+  }
+};
 
 // What products and gates need of a position, from its (r, -r m). pairs: (r, r', -r m, -r' m') of
 // two neighbours. terms: two tables of eight columns, m and 1 / r in two terms each in the first
@@ -82,16 +114,28 @@ struct Correction {
   }
 };
 
+// Descriptor of Span tiles side by side whose rows are K (Trans 1): 64 Span columns.
+template <int Span>
+DEV u64 across(u64 desc) {
+  return desc + (Span > 1 ? static_cast<u64>((BLOCK >> 4) - 1) << 16 : 0);
+}
+// Accumulators of the c-th Span tiles.
+template <int Span, int N>
+DEV float (&tiles_of(float (&sums)[N], int c))[32 * Span] {
+  return reinterpret_cast<float(&)[32 * Span]>(sums[32 * Span * c]);
+}
+
 // Words of a bf16 A fragment, k16 step q, from the packed accumulators of one 64-wide tile.
 template <int TransB, int N>
 DEV void add_product(float (&sum)[N], const u32 (&a)[16], int q, u64 b, int accumulate) {
   wgmma_rs<TransB>(sum, a[4 * q], a[4 * q + 1], a[4 * q + 2], a[4 * q + 3], b, accumulate);
 }
 
-// Stores accumulators [64][64] of a thread to rows of floats; line: its first row, first column.
-DEV void store_sums(float* line, int row_floats, const float (&sum)[32]) {
+// Stores accumulators of 64 rows of a thread to rows of floats; line: its first row, first column.
+template <int N>
+DEV void store_sums(float* line, int row_floats, const float (&sum)[N]) {
 #pragma unroll
-  for (int c = 0; c < 8; ++c) {
+  for (int c = 0; c < N / 4; ++c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       *reinterpret_cast<float2*>(line + 8 * r * row_floats + 8 * c) =

@@ -12,10 +12,11 @@
 // and the members take turns to finish an item, while the others go on to the next:
 //   4. D [positions, C] = sum over all units d^T W', add the carry, layer norm gradient, store.
 //   warpgroups 0, 1: consumers (two teams of one if TEAM is 1); warpgroup 2: warp 0 bulk loads,
-//   warps 2, 3 row statistics and mask
+//   with STORER warp 1 bulk stores, warps 2, 3 row statistics and mask
 //   smem  weights | STAGES x (z, da or db -> d of values, d of gates, carry, terms, pairs, masks) |
 //   vectors | barriers
-// Constants: CZ, CH, STAGES, LAST, SHARED_BYTES.
+// Constants: CZ, CH, STAGES, LAST, SUMS (whether weights are trained), WIDE (products of 128
+// channels), STORER, SHARED_BYTES.
 #include "tri_mul_bwd.cuh"
 
 struct Params {
@@ -38,19 +39,13 @@ constexpr int STAGE = AT_PAIRS + 1024;
 constexpr int AT_STAGES = WEIGHTS;
 constexpr int AT_VECTORS = AT_STAGES + STAGES * STAGE;
 constexpr int AT_BARRIERS = AT_VECTORS + TEAM * 64 * 16;
-constexpr int SHARED = AT_BARRIERS + 24 * STAGES + 8;
+constexpr int SHARED = AT_BARRIERS + 48 * STAGES + 8;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
 static_assert(STAGES > 0 && STAGES % TEAMS == 0, "a stage serves one team, lap by lap");
 static_assert(STAGE % 1024 == 0, "stages keep the swizzle alignment");
 using Stages = Ring<STAGES, STAGE>;
 
-struct Barriers {
-  u32 base;
-  __device__ u32 full(int i) const { return base + 8 * i; }
-  __device__ u32 empty(int i) const { return base + 8 * (STAGES + i); }
-  __device__ u32 ready(int i) const { return base + 8 * (2 * STAGES + i); }
-  __device__ u32 weights() const { return base + 24 * STAGES; }
-};
+using Barriers = BarriersOf<STAGES>;
 
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
   mbar_expect(bars.weights(), WEIGHTS + TEAM * 64 * 16);
@@ -62,16 +57,41 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
     const Item item = Item::at(p.grid, index);
     const u32 full = bars.full(ring.index);
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
-    mbar_expect(full, (2 * CB + TEAM) * BLOCK);
+    mbar_expect(full, ((STORER ? CB : 2 * CB) + TEAM) * BLOCK);
     load_positions(ring.stage + Z, &p.z, full, item);
     for (int c = 0; c < TEAM * 64; c += BOX) {
       const int channel = p.unit * 64 + c;
       tma_load(ring.stage + D_VALUE + c * 128, &p.d, full, item.k, item.i, channel % CH, item.b,
                channel / CH);
     }
-    load_positions(ring.stage + CARRY, &p.carry, full, item);
+    u32 late = full;
+    if (STORER) {
+      late = bars.late(ring.index);
+      mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
+      mbar_expect(late, CB * BLOCK);
+    }
+    load_positions(ring.stage + CARRY, &p.carry, late, item);
     ring.advance(1);
   }
+}
+
+DEV void send(const Params& p, u32 stage, int index) {
+  const Item item = Item::at(p.grid, index);
+  for (int c = 0; c < CB; ++c)
+    tma_store(&p.carry, stage + CARRY + c * BLOCK, 64 * c, item.k, item.i, item.b);
+  bulk_commit();
+}
+
+DEV void store_results(const Params& p, u32 smem, Barriers bars) {
+  Stages ring(smem + AT_STAGES);
+  for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
+    mbar_wait_idle(bars.done(ring.index), ring.parity);
+    send(p, ring.stage, index);
+    bulk_wait_read<0>();
+    mbar_arrive(bars.free(ring.index));
+    ring.advance(1);
+  }
+  bulk_wait<0>();
 }
 
 DEV void prepare_positions(const Params& p, u32 smem, Barriers bars, int pos) {
@@ -90,7 +110,7 @@ DEV void prepare_positions(const Params& p, u32 smem, Barriers bars, int pos) {
 }
 
 struct Sums {
-  float value[CB][32], gate[CB][32];
+  float value[CB * 32], gate[CB * 32];
   float terms[4];
 };
 
@@ -157,10 +177,10 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   for (int q = 0; q < 4; ++q) {
     const int accumulate = more | (q > 0);
 #pragma unroll
-    for (int c = 0; c < CB; ++c) {
-      const u64 tile = z + c * (BLOCK >> 4) + q * Smem::STEP_ROWS;
-      add_product<1>(sums.value[c], d_value, q, tile, accumulate);
-      add_product<1>(sums.gate[c], d_gate, q, tile, accumulate);
+    for (int c = 0; c < CB / C_SPAN; ++c) {
+      const u64 tile = across<C_SPAN>(z) + c * (BLOCK >> 4) + q * Smem::STEP_ROWS;
+      add_product<1>(tiles_of<C_SPAN>(sums.value, c), d_value, q, tile, accumulate);
+      add_product<1>(tiles_of<C_SPAN>(sums.gate, c), d_gate, q, tile, accumulate);
     }
     const u64 columns = terms + q * TERMS_STEP;
     add_product<0>(sums.terms, d_value, q, columns, accumulate);
@@ -168,14 +188,14 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   }
 }
 
-// D of channels 64 c .. of z from the d of all units.
-DEV void issue_carry(float (&acc)[32], u64 stage, u64 weights, int c) {
+// D of the c-th C_SPAN tiles of channels of z from the d of all units.
+DEV void issue_carry(float (&acc)[32 * C_SPAN], u64 stage, u64 weights, int c) {
 #pragma unroll
   for (int u = 0; u < TEAM; ++u) {
 #pragma unroll
     for (int gate = 0; gate < 2; ++gate) {
       const u64 d = stage + ((D_VALUE + (gate * TEAM + u) * BLOCK) >> 4);
-      const u64 w = weights + ((2 * u + gate) * CB + c) * (BLOCK >> 4);
+      const u64 w = across<C_SPAN>(weights) + ((2 * u + gate) * CB + c) * (BLOCK >> 4);
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         wgmma_ss<1, 1>(acc, d + q * Smem::STEP_ROWS, w + q * Smem::STEP_ROWS, u + gate + q > 0);
@@ -184,7 +204,7 @@ DEV void issue_carry(float (&acc)[32], u64 stage, u64 weights, int c) {
 }
 
 // Turns D into dz.
-DEV void norm_gradient(float (&acc)[CB][32], u32 stage, const Worker& w) {
+DEV void norm_gradient(float (&acc)[CB * 32], u32 stage, const Worker& w) {
   float sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
@@ -193,7 +213,7 @@ DEV void norm_gradient(float (&acc)[CB][32], u32 stage, const Worker& w) {
     ldmatrix(z, fragment(stage, w.warp, w.lane, q % 4) + Z + q / 4 * BLOCK);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float* x = acc[q / 4] + 8 * (q % 4) + 2 * j;
+      const float* x = acc + 8 * q + 2 * j;
       sum[j & 1] += x[0] + x[1];
       moment[j & 1] = fmaf(x[0], bf16_lo(z[j]), fmaf(x[1], bf16_hi(z[j]), moment[j & 1]));
     }
@@ -207,7 +227,7 @@ DEV void norm_gradient(float (&acc)[CB][32], u32 stage, const Worker& w) {
     ldmatrix(z, fragment(stage, w.warp, w.lane, q % 4) + Z + q / 4 * BLOCK);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float* x = acc[q / 4] + 8 * (q % 4) + 2 * j;
+      float* x = acc + 8 * q + 2 * j;
       x[0] = fmaf(-c.slope[j & 1], bf16_lo(z[j]), x[0] - c.shift[j & 1]);
       x[1] = fmaf(-c.slope[j & 1], bf16_hi(z[j]), x[1] - c.shift[j & 1]);
     }
@@ -215,8 +235,9 @@ DEV void norm_gradient(float (&acc)[CB][32], u32 stage, const Worker& w) {
 }
 
 // Adds the carry to D; with LAST turns it into dz. Leaves the result in the carry's place.
-DEV void complete(float (&acc)[CB][32], u32 stage) {
+DEV void complete(float (&acc)[CB * 32], u32 stage, Barriers bars, int n) {
   const Worker w = Worker::now();
+  if (STORER) mbar_wait(bars.late(n % STAGES), n / STAGES & 1);
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
     u32 carry[4];
@@ -224,14 +245,15 @@ DEV void complete(float (&acc)[CB][32], u32 stage) {
     ldmatrix(carry, fragment(stage, w.warp, w.lane, q % 4) + CARRY + q / 4 * BLOCK);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      acc[q / 4][8 * (q % 4) + 2 * j] += bf16_lo(carry[j]);
-      acc[q / 4][8 * (q % 4) + 2 * j + 1] += bf16_hi(carry[j]);
+      acc[8 * q + 2 * j] += bf16_lo(carry[j]);
+      acc[8 * q + 2 * j + 1] += bf16_hi(carry[j]);
     }
   }
   if (LAST) norm_gradient(acc, stage, w);
+  if (STORER) arrive_warp(bars.empty(n % STAGES));
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
-    const float* x = acc[q / 4] + 8 * (q % 4);
+    const float* x = acc + 8 * q;
     stmatrix(fragment(stage, w.warp, w.lane, q % 4) + CARRY + q / 4 * BLOCK, pack_bf16(x[0], x[1]),
              pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
   }
@@ -259,6 +281,7 @@ DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
   gradients(d_value, d_gate, value, gate, stage, smem + AT_VECTORS);
   fence_async_shared();
   arrive_warp(bars.ready(slot));
+  if (!SUMS) return;
   wgmma_fence();
   issue_sums(sums, d_value, d_gate, stage, n >= TEAMS);
   wgmma_commit();
@@ -268,27 +291,44 @@ DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
 DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
   const int slot = n % STAGES;
   const u32 stage = smem + AT_STAGES + slot * STAGE;
-  float acc[CB][32];
+  float acc[CB * 32];
   mbar_wait(bars.ready(slot), n / STAGES & 1);
   wgmma_fence();
 #pragma unroll
-  for (int c = 0; c < CB; ++c) issue_carry(acc[c], Smem::desc(stage), Smem::desc(smem), c);
+  for (int c = 0; c < CB / C_SPAN; ++c)
+    issue_carry(tiles_of<C_SPAN>(acc, c), Smem::desc(stage), Smem::desc(smem), c);
   wgmma_commit();
   wgmma_wait<0>();
-#pragma unroll
-  for (int c = 0; c < CB; ++c) wgmma_pin(acc[c]);
-  complete(acc, stage);
+  wgmma_pin(acc);
+  complete(acc, stage, bars, n);
   fence_async_shared();
+  if (STORER) {
+    arrive_warp(bars.done(slot));
+    return;
+  }
   const Worker w = Worker::now();
   named_sync(1 + w.group, 128);
   if (w.warp + w.lane == 0) {
-    const Item item = Item::at(p.grid, blockIdx.x + n * gridDim.x);
-    for (int c = 0; c < CB; ++c)
-      tma_store(&p.carry, stage + CARRY + c * BLOCK, 64 * c, item.k, item.i, item.b);
-    bulk_commit();
+    send(p, stage, blockIdx.x + n * gridDim.x);
     bulk_wait_read<0>();
     mbar_arrive(bars.empty(slot));
   }
+}
+
+// Leaves the sums of a team over its items, if it found one.
+DEV void store_partial(const Params& p, Sums& sums, int team, bool found) {
+  const Worker w = Worker::now();
+  if (!found) {
+    clear(sums.value);
+    clear(sums.gate);
+    clear(sums.terms);
+  }
+  const i64 row = ((static_cast<i64>(blockIdx.x) * TEAMS + team) * TEAM + w.unit) * 64 +
+                  16 * w.warp + w.lane / 4;
+  float* line = p.partial + row * IN_ROW + 2 * (w.lane % 4);
+  store_sums(line, IN_ROW, sums.value);
+  store_sums(line + CB * 64, IN_ROW, sums.gate);
+  store_terms(line + 2 * CB * 64, IN_ROW, sums.terms);
 }
 
 DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
@@ -304,22 +344,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
       arrive_warp(bars.empty(n % STAGES));
     }
   }
-  if (n == team) {  // no item
-    for (int c = 0; c < CB; ++c) {
-      clear(sums.value[c]);
-      clear(sums.gate[c]);
-    }
-    clear(sums.terms);
-  }
+  if (SUMS) store_partial(p, sums, team, n > team);
   const Worker w = Worker::now();
-  const i64 row = ((static_cast<i64>(blockIdx.x) * TEAMS + team) * TEAM + w.unit) * 64 +
-                  16 * w.warp + w.lane / 4;
-  float* line = p.partial + row * IN_ROW + 2 * (w.lane % 4);
-  for (int c = 0; c < CB; ++c) {
-    store_sums(line + 64 * c, IN_ROW, sums.value[c]);
-    store_sums(line + 64 * (CB + c), IN_ROW, sums.gate[c]);
-  }
-  store_terms(line + 2 * CB * 64, IN_ROW, sums.terms);
   if (w.warp + w.lane == 0) bulk_wait<0>();
 }
 
@@ -328,21 +354,14 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   const u32 base = smem_u32(smem);
   const Barriers bars{base + AT_BARRIERS};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(bars.full(i), 3);
-      mbar_init(bars.empty(i), 4 * (TEAM - 1) + 1);
-      mbar_init(bars.ready(i), 4 * TEAM);
-    }
-    mbar_init(bars.weights(), 1);
-    mbar_init_fence();
-  }
+  if (threadIdx.x == 0) bars.init(TEAM);
   __syncthreads();
   const int group = warpgroup_index();
   if (group == CONSUMERS) {
     reg_dealloc<PRODUCER_REGISTERS>();
     const int thread = threadIdx.x % 128;
     if (thread == 0) produce(p, base, bars);
+    if (STORER && thread == 32) store_results(p, base, bars);
     if (thread >= 64) prepare_positions(p, base, bars, thread - 64);
   } else {
     reg_alloc<CONSUMER_REGISTERS>();

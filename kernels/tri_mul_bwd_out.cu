@@ -12,10 +12,11 @@
 //   4. D [positions, H] = sum over all channels d W_z', layer norm gradient -> dx (transposed)
 //   5. carry [positions, C] = sum over all channels d W_g'
 //   warpgroups 0, 1: consumers (two teams of one if C <= 64); warpgroup 2: warp 0 bulk loads,
-//   warps 2, 3 row statistics
+//   with STORER warp 1 bulk stores, warps 2, 3 row statistics
 //   smem  weights | STAGES x (x, z, dout -> d of projections -> dx, d of gates -> carry, terms and
 //   pairs of x and z) | vectors | barriers
-// Constants: CZ, CH, STAGES, SHARED_BYTES.
+// Constants: CZ, CH, STAGES, SUMS (whether weights are trained), WIDE (products of 128 channels),
+// STORER, SHARED_BYTES.
 #include "tri_mul_bwd.cuh"
 
 struct Params {
@@ -41,19 +42,13 @@ constexpr int STAGE = Z_PAIRS + PAIRS;
 constexpr int AT_STAGES = OUT_BYTES;
 constexpr int AT_VECTORS = AT_STAGES + STAGES * STAGE;
 constexpr int AT_BARRIERS = AT_VECTORS + OUT_VECTORS;
-constexpr int SHARED = AT_BARRIERS + 24 * STAGES + 8;
+constexpr int SHARED = AT_BARRIERS + 48 * STAGES + 8;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
 static_assert(STAGES > 0 && STAGES % TEAMS == 0, "a stage serves one team, lap by lap");
 static_assert(STAGE % 1024 == 0, "stages keep the swizzle alignment");
 using Stages = Ring<STAGES, STAGE>;
 
-struct Barriers {
-  u32 base;
-  __device__ u32 full(int i) const { return base + 8 * i; }
-  __device__ u32 empty(int i) const { return base + 8 * (STAGES + i); }
-  __device__ u32 ready(int i) const { return base + 8 * (2 * STAGES + i); }
-  __device__ u32 weights() const { return base + 24 * STAGES; }
-};
+using Barriers = BarriersOf<STAGES>;
 
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
   mbar_expect(bars.weights(), OUT_BYTES + OUT_VECTORS);
@@ -65,12 +60,43 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
     const Item item = Item::at(p.grid, index);
     const u32 full = bars.full(ring.index);
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
-    mbar_expect(full, (HB + 2 * CB) * BLOCK);
+    mbar_expect(full, (STORER ? HB + CB : HB + 2 * CB) * BLOCK);
     load_channels(ring.stage + X, &p.x, full, item);
     load_positions(ring.stage + Z, &p.z, full, item);
-    load_positions(ring.stage + D_VALUE, &p.dout, full, item);
+    u32 late = full;
+    if (STORER) {
+      late = bars.late(ring.index);
+      mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
+      mbar_expect(late, CB * BLOCK);
+    }
+    load_positions(ring.stage + D_VALUE, &p.dout, late, item);
     ring.advance(1);
   }
+}
+
+DEV void send_dx(const Params& p, u32 stage, const Item& item) {
+  for (int h = 0; h < HB; ++h)
+    tma_store(&p.dx, stage + D_VALUE + h * BLOCK, item.k, item.i, 64 * h, item.b);
+  bulk_commit();
+}
+DEV void send_carry(const Params& p, u32 stage, const Item& item) {
+  for (int c = 0; c < CB; ++c)
+    tma_store(&p.carry, stage + D_GATE + c * BLOCK, 64 * c, item.k, item.i, item.b);
+  bulk_commit();
+}
+
+DEV void store_results(const Params& p, u32 smem, Barriers bars) {
+  Stages ring(smem + AT_STAGES);
+  for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
+    const Item item = Item::at(p.grid, index);
+    mbar_wait_idle(bars.done(ring.index), ring.parity);
+    send_dx(p, ring.stage, item);
+    send_carry(p, ring.stage, item);
+    bulk_wait_read<0>();
+    mbar_arrive(bars.free(ring.index));
+    ring.advance(1);
+  }
+  bulk_wait<0>();
 }
 
 DEV void prepare_positions(const Params& p, u32 smem, Barriers bars, int pos) {
@@ -96,7 +122,7 @@ DEV void prepare_positions(const Params& p, u32 smem, Barriers bars, int pos) {
 }
 
 struct Sums {
-  float value[HB][32], gate[CB][32];
+  float value[HB * 32], gate[CB * 32];
   float terms[4];
 };
 
@@ -165,29 +191,30 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   for (int q = 0; q < 4; ++q) {
     const int accumulate = more | (q > 0);
 #pragma unroll
-    for (int h = 0; h < HB; ++h)
-      add_product<0>(sums.value[h], d_value, q, x + h * (BLOCK >> 4) + q * Smem::STEP_COLS,
-                     accumulate);
+    for (int h = 0; h < HB / H_SPAN; ++h)
+      add_product<0>(tiles_of<H_SPAN>(sums.value, h), d_value, q,
+                     x + h * (BLOCK >> 4) + q * Smem::STEP_COLS, accumulate);
 #pragma unroll
-    for (int c = 0; c < CB; ++c)
-      add_product<1>(sums.gate[c], d_gate, q, z + c * (BLOCK >> 4) + q * Smem::STEP_ROWS,
-                     accumulate);
+    for (int c = 0; c < CB / C_SPAN; ++c)
+      add_product<1>(tiles_of<C_SPAN>(sums.gate, c), d_gate, q,
+                     across<C_SPAN>(z) + c * (BLOCK >> 4) + q * Smem::STEP_ROWS, accumulate);
     add_product<0>(sums.terms, d_value, q, x_terms + q * TERMS_STEP, accumulate);
     add_product<0>(sums.terms, d_gate, q, z_terms + (TERMS >> 4) + q * TERMS_STEP, 1);
   }
 }
 
-// D of 64 input channels from the d of all channels; weights: tile of the first 64 channels.
-DEV void issue_back(float (&acc)[32], u64 d, u64 weights) {
+// D of 64 Span input channels from the d of all channels; weights: tile of the first 64 channels.
+template <int Span>
+DEV void issue_back(float (&acc)[32 * Span], u64 d, u64 weights) {
 #pragma unroll
   for (int q = 0; q < Z_STEPS; ++q) {
-    const u64 w = weights + q / 4 * ((HB + CB) * BLOCK >> 4) + q % 4 * Smem::STEP_ROWS;
+    const u64 w = across<Span>(weights) + q / 4 * ((HB + CB) * BLOCK >> 4) + q % 4 * Smem::STEP_ROWS;
     wgmma_ss<0, 1>(acc, d + channel_step(q), w, q > 0);
   }
 }
 
 // Turns D into dx.
-DEV void norm_gradient(float (&acc)[HB][32], u32 stage) {
+DEV void norm_gradient(float (&acc)[HB * 32], u32 stage) {
   const Worker w = Worker::now();
   float sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
 #pragma unroll
@@ -197,7 +224,7 @@ DEV void norm_gradient(float (&acc)[HB][32], u32 stage) {
     ldmatrix_trans(x, fragment_trans(stage + X, w.warp, w.lane, q));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float* d = acc[q / 4] + 8 * (q % 4) + 2 * j;
+      const float* d = acc + 8 * q + 2 * j;
       sum[j & 1] += d[0] + d[1];
       moment[j & 1] = fmaf(d[0], bf16_lo(x[j]), fmaf(d[1], bf16_hi(x[j]), moment[j & 1]));
     }
@@ -211,7 +238,7 @@ DEV void norm_gradient(float (&acc)[HB][32], u32 stage) {
     ldmatrix_trans(x, fragment_trans(stage + X, w.warp, w.lane, q));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float* d = acc[q / 4] + 8 * (q % 4) + 2 * j;
+      float* d = acc + 8 * q + 2 * j;
       d[0] = fmaf(-c.slope[j & 1], bf16_lo(x[j]), d[0] - c.shift[j & 1]);
       d[1] = fmaf(-c.slope[j & 1], bf16_hi(x[j]), d[1] - c.shift[j & 1]);
     }
@@ -219,63 +246,64 @@ DEV void norm_gradient(float (&acc)[HB][32], u32 stage) {
 }
 
 DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
-  const int slot = n % STAGES, index = blockIdx.x + n * gridDim.x;
+  const int slot = n % STAGES;
   const u32 stage = smem + AT_STAGES + slot * STAGE;
   const u64 weights = Smem::desc(smem);
   mbar_wait(bars.ready(slot), n / STAGES & 1);
   {
-    float acc[HB][32];
+    float acc[HB * 32];
     wgmma_fence();
 #pragma unroll
-    for (int h = 0; h < HB; ++h)
-      issue_back(acc[h], Smem::desc(stage + D_VALUE), weights + h * (BLOCK >> 4));
+    for (int h = 0; h < HB / H_SPAN; ++h)
+      issue_back<H_SPAN>(tiles_of<H_SPAN>(acc, h), Smem::desc(stage + D_VALUE),
+                         weights + h * (BLOCK >> 4));
     wgmma_commit();
     wgmma_wait<0>();
-#pragma unroll
-    for (int h = 0; h < HB; ++h) wgmma_pin(acc[h]);
+    wgmma_pin(acc);
     norm_gradient(acc, stage);
     const Worker w = Worker::now();
     named_sync(1 + w.group, 128);  // all four warps are done with d of the projections
+    if (STORER) arrive_warp(bars.empty(slot));
 #pragma unroll
     for (int q = 0; q < 4 * HB; ++q) {
-      const float* x = acc[q / 4] + 8 * (q % 4);
+      const float* x = acc + 8 * q;
       stmatrix_trans(fragment_trans(stage + D_VALUE, w.warp, w.lane, q), pack_bf16(x[0], x[1]),
                      pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
     }
   }
-  float acc[CB][32];
+  float acc[CB * 32];
   wgmma_fence();
 #pragma unroll
-  for (int c = 0; c < CB; ++c)
-    issue_back(acc[c], Smem::desc(stage + D_GATE), weights + (HB + c) * (BLOCK >> 4));
+  for (int c = 0; c < CB / C_SPAN; ++c)
+    issue_back<C_SPAN>(tiles_of<C_SPAN>(acc, c), Smem::desc(stage + D_GATE),
+                       weights + (HB + c) * (BLOCK >> 4));
   wgmma_commit();
-  fence_async_shared();
   const Worker w = Worker::now();
-  named_sync(1 + w.group, 128);
   const bool leader = w.warp + w.lane == 0;
-  const Item item = Item::at(p.grid, index);
-  if (leader) {
-    for (int h = 0; h < HB; ++h)
-      tma_store(&p.dx, stage + D_VALUE + h * BLOCK, item.k, item.i, 64 * h, item.b);
-    bulk_commit();
+  const Item item = Item::at(p.grid, blockIdx.x + n * gridDim.x);
+  if (!STORER) {
+    fence_async_shared();
+    named_sync(1 + w.group, 128);
+    if (leader) send_dx(p, stage, item);
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int c = 0; c < CB; ++c) wgmma_pin(acc[c]);
+  wgmma_pin(acc);
   named_sync(1 + w.group, 128);  // all four warps are done with d of the gates
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
-    const float* x = acc[q / 4] + 8 * (q % 4);
+    const float* x = acc + 8 * q;
     stmatrix(fragment(stage, w.warp, w.lane, q % 4) + D_GATE + q / 4 * BLOCK,
              pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
              pack_bf16(x[6], x[7]));
   }
   fence_async_shared();
+  if (STORER) {
+    arrive_warp(bars.done(slot));
+    return;
+  }
   named_sync(1 + w.group, 128);
   if (leader) {
-    for (int c = 0; c < CB; ++c)
-      tma_store(&p.carry, stage + D_GATE + c * BLOCK, 64 * c, item.k, item.i, item.b);
-    bulk_commit();
+    send_carry(p, stage, item);
     bulk_wait_read<0>();
     mbar_arrive(bars.empty(slot));
   }
@@ -298,16 +326,34 @@ DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
     wgmma_ss<0, 0>(gate, weights + (HB * BLOCK >> 4) + channel_step(q),
                    Smem::desc(stage + Z) + channel_step(q), q > 0);
   wgmma_commit();
+  if (STORER) mbar_wait(bars.late(slot), n / STAGES & 1);
   wgmma_wait<0>();
   wgmma_pin(value);
   wgmma_pin(gate);
   gradients(d_value, d_gate, value, gate, stage, smem + AT_VECTORS);
   fence_async_shared();
   arrive_warp(bars.ready(slot));
+  if (!SUMS) return;
   wgmma_fence();
   issue_sums(sums, d_value, d_gate, stage, n >= TEAMS);
   wgmma_commit();
   wgmma_wait<0>();
+}
+
+// Leaves the sums of a team over its items, if it found one.
+DEV void store_partial(const Params& p, Sums& sums, int team, bool found) {
+  const Worker w = Worker::now();
+  if (!found) {
+    clear(sums.value);
+    clear(sums.gate);
+    clear(sums.terms);
+  }
+  const i64 row = ((static_cast<i64>(blockIdx.x) * TEAMS + team) * MEMBERS + w.unit) * 64 +
+                  16 * w.warp + w.lane / 4;
+  float* line = p.partial + row * OUT_ROW + 2 * (w.lane % 4);
+  store_sums(line, OUT_ROW, sums.value);
+  store_sums(line + HB * 64, OUT_ROW, sums.gate);
+  store_terms(line + (HB + CB) * 64, OUT_ROW, sums.terms);
 }
 
 DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
@@ -323,18 +369,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
       arrive_warp(bars.empty(n % STAGES));
     }
   }
-  if (n == team) {  // no item
-    for (int h = 0; h < HB; ++h) clear(sums.value[h]);
-    for (int c = 0; c < CB; ++c) clear(sums.gate[c]);
-    clear(sums.terms);
-  }
+  if (SUMS) store_partial(p, sums, team, n > team);
   const Worker w = Worker::now();
-  const i64 row = ((static_cast<i64>(blockIdx.x) * TEAMS + team) * MEMBERS + w.unit) * 64 +
-                  16 * w.warp + w.lane / 4;
-  float* line = p.partial + row * OUT_ROW + 2 * (w.lane % 4);
-  for (int h = 0; h < HB; ++h) store_sums(line + 64 * h, OUT_ROW, sums.value[h]);
-  for (int c = 0; c < CB; ++c) store_sums(line + 64 * (HB + c), OUT_ROW, sums.gate[c]);
-  store_terms(line + (HB + CB) * 64, OUT_ROW, sums.terms);
   if (w.warp + w.lane == 0) bulk_wait<0>();
 }
 
@@ -344,13 +380,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const u32 base = smem_u32(smem);
   const Barriers bars{base + AT_BARRIERS};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      mbar_init(bars.full(i), 3);
-      mbar_init(bars.empty(i), 4 * (MEMBERS - 1) + 1);
-      mbar_init(bars.ready(i), 4 * MEMBERS);
-    }
-    mbar_init(bars.weights(), 1);
-    mbar_init_fence();
+    bars.init(MEMBERS);
     if (blockIdx.x == 0) *p.ticket = 0;
   }
   __syncthreads();
@@ -359,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     reg_dealloc<PRODUCER_REGISTERS>();
     const int thread = threadIdx.x % 128;
     if (thread == 0) produce(p, base, bars);
+    if (STORER && thread == 32) store_results(p, base, bars);
     if (thread >= 64) prepare_positions(p, base, bars, thread - 64);
   } else {
     reg_alloc<CONSUMER_REGISTERS>();

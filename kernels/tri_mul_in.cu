@@ -5,10 +5,13 @@
 // A warpgroup owns 64 positions: it takes z into registers as matrix operand (and computes the row
 // statistics from it), gives the stage back, and then runs over the 64-channel units of [a; b]: two
 // products, gate, transposition by stmatrix, bulk store of [channels][positions]. Warpgroups work
-// on different items, so products of one run beside the gates of another.
-//   warpgroups 0 .. CONSUMERS - 1: consumers; the last: producer
+// on different items, so products of one run beside the gates of another. A block does SLICE units,
+// those whose weights it holds; the blocks of all slices take the same items at the same time.
+//   warpgroups 0 .. CONSUMERS - 1: consumers; the last: warp 0 producer, with STORER warps 1 .. store
+//   the units of one consumer each
 //   smem  weights | STAGES x z | CONSUMERS x 2 x output tile | vectors | barriers
-// Constants: CZ, CH, CONSUMERS, STAGES, SHARED_BYTES.
+// With OVERLAP the products of the next unit run under the gates of this one.
+// Constants: CZ, CH, SLICE, OVERLAP, STORER, CONSUMERS, STAGES, SHARED_BYTES.
 #include "tri_mul.cuh"
 
 struct Params {
@@ -20,29 +23,36 @@ struct Params {
   Grid grid;
 };
 
+constexpr int SLICES = (UNITS + SLICE - 1) / SLICE, UNROLLED = OVERLAP ? SLICE : 1;
 constexpr int STAGE = CB * BLOCK;
-constexpr int WEIGHTS = UNITS * 2 * CB * BLOCK;
+constexpr int WEIGHTS = SLICE * 2 * CB * BLOCK, VECTORS = SLICE * 64 * 16;
 constexpr int AT_STAGES = WEIGHTS;
 constexpr int AT_OUTPUT = AT_STAGES + STAGES * STAGE;
 constexpr int AT_VECTORS = AT_OUTPUT + CONSUMERS * 2 * BLOCK;
-constexpr int AT_BARRIERS = AT_VECTORS + UNITS * 64 * 16;
-constexpr int SHARED = AT_BARRIERS + 16 * STAGES + 8;
+constexpr int AT_BARRIERS = AT_VECTORS + VECTORS;
+constexpr int SHARED = AT_BARRIERS + 16 * STAGES + 8 + 32 * CONSUMERS;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
 static_assert(STAGES > 0 && STAGES % CONSUMERS == 0, "a stage serves one consumer, lap by lap");
+static_assert(SLICES * SLICE <= PASSES * TEAM || SLICES == 1, "the packed weights have all units");
 
 struct Barriers {
   u32 base;
   __device__ u32 full(int i) const { return base + 8 * i; }
   __device__ u32 empty(int i) const { return base + 8 * (STAGES + i); }
   __device__ u32 weights() const { return base + 16 * STAGES; }
+  // Of output tile 0 or 1 of a consumer, with STORER: it holds a unit; the unit has left.
+  __device__ u32 filled(int group, int tile) const { return weights() + 8 + 32 * group + 8 * tile; }
+  __device__ u32 freed(int group, int tile) const { return filled(group, tile) + 16; }
 };
 
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
-  mbar_expect(bars.weights(), WEIGHTS + UNITS * 64 * 16);
-  bulk_load(smem, p.packed, WEIGHTS, bars.weights());
-  bulk_load(smem + AT_VECTORS, p.packed + IN_BYTES + OUT_BYTES, UNITS * 64 * 16, bars.weights());
+  const int slice = blockIdx.x % SLICES;
+  mbar_expect(bars.weights(), WEIGHTS + VECTORS);
+  bulk_load(smem, p.packed + slice * WEIGHTS, WEIGHTS, bars.weights());
+  bulk_load(smem + AT_VECTORS, p.packed + IN_BYTES + OUT_BYTES + slice * VECTORS, VECTORS,
+            bars.weights());
   Ring<STAGES, STAGE> ring(smem + AT_STAGES);
-  for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
+  for (int index = blockIdx.x / SLICES; index < p.grid.tiles; index += gridDim.x / SLICES) {
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
     mbar_expect(bars.full(ring.index), STAGE);
     load_positions(ring.stage, &p.z, bars.full(ring.index), Item::at(p.grid, index));
@@ -50,8 +60,10 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
-// value = z W_p^T and gate = z W_g^T for the 64 channels of a unit.
-DEV void products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_STEPS], u64 weights) {
+// Begins value = z W_p^T and gate = z W_g^T for the 64 channels of a unit.
+DEV void issue_products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_STEPS],
+                        u64 weights) {
+  wgmma_fence();
 #pragma unroll
   for (int q = 0; q < Z_STEPS; ++q)
     wgmma_rs<0>(value, z[4 * q], z[4 * q + 1], z[4 * q + 2], z[4 * q + 3],
@@ -60,6 +72,7 @@ DEV void products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_ST
   for (int q = 0; q < Z_STEPS; ++q)
     wgmma_rs<0>(gate, z[4 * q], z[4 * q + 1], z[4 * q + 2], z[4 * q + 3],
                 weights + (CB * BLOCK >> 4) + channel_step(q), q > 0);
+  wgmma_commit();
 }
 
 // Gated and masked values of one unit as bf16 fragments.
@@ -89,7 +102,7 @@ DEV void gated(u32 (&out)[16], const float (&value)[32], const float (&gate)[32]
 
 // Sends a unit [64 channels][64 positions]; what lies outside a and b is dropped.
 DEV void send_unit(const Params& p, u32 tile, int unit, const Item& item) {
-#pragma unroll
+#pragma unroll 1
   for (int c = 0; c < 64; c += BOX) {
     const int channel = unit * 64 + c;
     tma_store(&p.ab, tile + c * 128, item.k, item.i, channel % CH, item.b, channel / CH);
@@ -97,17 +110,39 @@ DEV void send_unit(const Params& p, u32 tile, int unit, const Item& item) {
   bulk_commit();
 }
 
+// Stores the units of a consumer as they come.
+DEV void store_units(const Params& p, u32 smem, Barriers bars, int group) {
+  const int slice = blockIdx.x % SLICES, stride = gridDim.x / SLICES;
+  const u32 output = smem + AT_OUTPUT + group * 2 * BLOCK;
+  u32 count = 0;
+  for (int index = blockIdx.x / SLICES + group * stride; index < p.grid.tiles;
+       index += CONSUMERS * stride) {
+    const Item item = Item::at(p.grid, index);
+    for (int unit = 0; unit < SLICE; ++unit, ++count) {
+      const u32 tile = count & 1;
+      mbar_wait_idle(bars.filled(group, tile), count >> 1 & 1);
+      send_unit(p, output + tile * BLOCK, slice * SLICE + unit, item);
+      if (count == 0) continue;
+      bulk_wait_read<1>();
+      mbar_arrive(bars.freed(group, tile ^ 1));
+    }
+  }
+  bulk_wait<0>();
+}
+
 DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const int row = 16 * warp + lane / 4;
   const u32 vectors = smem + AT_VECTORS + lane % 4 * 32;
   const u64 weights = Smem::desc(smem);
-  u32 output = smem + AT_OUTPUT + group * 2 * BLOCK, other = output + BLOCK;
+  const u32 output = smem + AT_OUTPUT + group * 2 * BLOCK;
+  u32 count = 0;  // units done
   Ring<STAGES, STAGE> ring(smem + AT_STAGES);
   for (int i = 0; i < group; ++i) ring.advance(1);
+  const int slice = blockIdx.x % SLICES, stride = gridDim.x / SLICES;
   mbar_wait(bars.weights(), 0);
-  for (int index = blockIdx.x + group * gridDim.x; index < p.grid.tiles;
-       index += CONSUMERS * gridDim.x) {
+  for (int index = blockIdx.x / SLICES + group * stride; index < p.grid.tiles;
+       index += CONSUMERS * stride) {
     const Item item = Item::at(p.grid, index);
     float weight[2], offset[2];
 #pragma unroll
@@ -127,33 +162,43 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       offset[r] = -m.rstd[r] * m.mean[r];
-      if (lane % 4 == 0 && row + 8 * r < positions_left(p.grid, index))
+      if (slice == 0 && lane % 4 == 0 && row + 8 * r < positions_left(p.grid, index))
         p.stats[first_position(p.grid, index) + row + 8 * r] =
             make_float4(m.rstd[r], offset[r], m.rstd[r] * weight[r], 0.f);
     }
-#pragma unroll 1
-    for (int unit = 0; unit < UNITS; ++unit) {
-      float value[32], gate[32];
+    float value[1 + OVERLAP][32], gate[1 + OVERLAP][32];
+    if (OVERLAP) issue_products(value[0], gate[0], z, weights);
+#pragma unroll(UNROLLED)
+    for (int unit = 0; unit < SLICE; ++unit) {
+      const int now = OVERLAP ? unit % 2 : 0;
+      const u64 next = weights + (unit + OVERLAP) * (2 * CB * BLOCK >> 4);
       u32 out[16];
-      wgmma_fence();
-      products(value, gate, z, weights + unit * (2 * CB * BLOCK >> 4));
-      wgmma_commit();
+      if (!OVERLAP) issue_products(value[0], gate[0], z, next);
       wgmma_wait<0>();
-      wgmma_pin(value);
-      wgmma_pin(gate);
-      gated(out, value, gate, vectors + unit * 64 * 16, m.rstd, offset, weight);
-      if (thread == 0) bulk_wait_read<1>();
-      named_sync(1 + group, 128);  // the store before the last has left this tile
+      wgmma_pin(value[now]);
+      wgmma_pin(gate[now]);
+      if (OVERLAP && unit + 1 < SLICE)
+        issue_products(value[now ^ OVERLAP], gate[now ^ OVERLAP], z, next);
+      gated(out, value[now], gate[now], vectors + unit * 64 * 16, m.rstd, offset, weight);
+      const u32 tile = count & 1;
+      if (STORER) {
+        mbar_wait(bars.freed(group, tile), (count >> 1 & 1) ^ 1);
+      } else {
+        if (thread == 0) bulk_wait_read<1>();
+        named_sync(1 + group, 128);  // the store before the last has left this tile
+      }
 #pragma unroll
       for (int q = 0; q < 4; ++q)
-        stmatrix_trans(fragment_trans(output, warp, lane, q), out[4 * q], out[4 * q + 1],
-                       out[4 * q + 2], out[4 * q + 3]);
+        stmatrix_trans(fragment_trans(output + tile * BLOCK, warp, lane, q), out[4 * q],
+                       out[4 * q + 1], out[4 * q + 2], out[4 * q + 3]);
       fence_async_shared();
-      named_sync(1 + group, 128);
-      if (thread == 0) send_unit(p, output, unit, item);
-      const u32 used = output;
-      output = other;
-      other = used;
+      if (STORER) {
+        arrive_warp(bars.filled(group, tile));
+      } else {
+        named_sync(1 + group, 128);
+        if (thread == 0) send_unit(p, output + tile * BLOCK, slice * SLICE + unit, item);
+      }
+      ++count;
     }
   }
   if (thread == 0) bulk_wait<0>();
@@ -169,6 +214,12 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       mbar_init(bars.full(i), 1);
       mbar_init(bars.empty(i), 4);
     }
+    for (int i = 0; i < CONSUMERS; ++i) {
+      for (int tile = 0; tile < 2; ++tile) {
+        mbar_init(bars.filled(i, tile), 4);
+        mbar_init(bars.freed(i, tile), 1);
+      }
+    }
     mbar_init(bars.weights(), 1);
     mbar_init_fence();
   }
@@ -176,7 +227,10 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const int group = warpgroup_index();
   if (group == CONSUMERS) {
     reg_dealloc<24>();
+    const int warp = threadIdx.x / 32 % 4;
     if (threadIdx.x == CONSUMERS * 128) produce(p, base, bars);
+    if (STORER && threadIdx.x % 32 == 0 && warp > 0 && warp <= CONSUMERS)
+      store_units(p, base, bars, warp - 1);
   } else {
     reg_alloc<CONSUMERS == 2 ? 240 : 160>();
     consume(p, base, bars, group);

@@ -4,10 +4,11 @@
 //
 // A warpgroup owns 64 positions: it takes x (channel-major, transposed by ldmatrix) into registers
 // as matrix operand, computes its row statistics, and runs over the 64-channel units of the output:
-// two products (z stays in the stage), gate, bulk store. Warpgroups work on different items.
+// two products (z stays in the stage), gate, bulk store. Warpgroups work on different items. A block
+// does SLICE units, those whose weights it holds; the blocks of all slices take the same items.
 //   warpgroups 0 .. CONSUMERS - 1: consumers; the last: producer
-//   smem  weights | STAGES x (z, x) | CONSUMERS x CB x output tile | vectors | barriers
-// Constants: CZ, CH, CONSUMERS, STAGES, SHARED_BYTES.
+//   smem  weights | STAGES x (z, x) | CONSUMERS x SLICE x output tile | vectors | barriers
+// Constants: CZ, CH, SLICE, CONSUMERS, STAGES, SHARED_BYTES.
 #include "tri_mul.cuh"
 
 struct Params {
@@ -20,14 +21,17 @@ struct Params {
   Grid grid;
 };
 
+constexpr int SLICES = CB / SLICE;
 constexpr int STAGE = (CB + HB) * BLOCK;
-constexpr int AT_STAGES = OUT_BYTES;
+constexpr int WEIGHTS = SLICE * STAGE, VECTORS = SLICE * 64 * 16;
+constexpr int AT_STAGES = WEIGHTS;
 constexpr int AT_OUTPUT = AT_STAGES + STAGES * STAGE;
-constexpr int AT_VECTORS = AT_OUTPUT + CONSUMERS * CB * BLOCK;
-constexpr int AT_BARRIERS = AT_VECTORS + OUT_VECTORS;
+constexpr int AT_VECTORS = AT_OUTPUT + CONSUMERS * SLICE * BLOCK;
+constexpr int AT_BARRIERS = AT_VECTORS + VECTORS;
 constexpr int SHARED = AT_BARRIERS + 16 * STAGES + 8;
 static_assert(SHARED == SHARED_BYTES, "the host counts the same shared memory");
 static_assert(STAGES > 0 && STAGES % CONSUMERS == 0, "a stage serves one consumer, lap by lap");
+static_assert(CB % SLICE == 0, "whole slices");
 
 struct Barriers {
   u32 base;
@@ -37,12 +41,13 @@ struct Barriers {
 };
 
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
-  mbar_expect(bars.weights(), OUT_BYTES + OUT_VECTORS);
-  bulk_load(smem, p.packed + IN_BYTES, OUT_BYTES, bars.weights());
-  bulk_load(smem + AT_VECTORS, p.packed + IN_BYTES + OUT_BYTES + IN_VECTORS, OUT_VECTORS,
-            bars.weights());
+  const int slice = blockIdx.x % SLICES;
+  mbar_expect(bars.weights(), WEIGHTS + VECTORS);
+  bulk_load(smem, p.packed + IN_BYTES + slice * WEIGHTS, WEIGHTS, bars.weights());
+  bulk_load(smem + AT_VECTORS, p.packed + IN_BYTES + OUT_BYTES + IN_VECTORS + slice * VECTORS,
+            VECTORS, bars.weights());
   Ring<STAGES, STAGE> ring(smem + AT_STAGES);
-  for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
+  for (int index = blockIdx.x / SLICES; index < p.grid.tiles; index += gridDim.x / SLICES) {
     const Item item = Item::at(p.grid, index);
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
     mbar_expect(bars.full(ring.index), STAGE);
@@ -109,13 +114,14 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const int row = 16 * warp + lane / 4;
   const u32 vectors = smem + AT_VECTORS + lane % 4 * 32;
-  const u32 output = smem + AT_OUTPUT + group * CB * BLOCK;
+  const u32 output = smem + AT_OUTPUT + group * SLICE * BLOCK;
   const u64 weights = Smem::desc(smem);
   Ring<STAGES, STAGE> ring(smem + AT_STAGES);
   for (int i = 0; i < group; ++i) ring.advance(1);
+  const int slice = blockIdx.x % SLICES, stride = gridDim.x / SLICES;
   mbar_wait(bars.weights(), 0);
-  for (int index = blockIdx.x + group * gridDim.x; index < p.grid.tiles;
-       index += CONSUMERS * gridDim.x) {
+  for (int index = blockIdx.x / SLICES + group * stride; index < p.grid.tiles;
+       index += CONSUMERS * stride) {
     const Item item = Item::at(p.grid, index);
     const i64 first = first_position(p.grid, index);
     const int left = positions_left(p.grid, index);
@@ -135,24 +141,24 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
     for (int r = 0; r < 2; ++r) {
       scale.x[r] = m.rstd[r];
       scale.x_offset[r] = -m.rstd[r] * m.mean[r];
-      if (lane % 4 == 0 && row + 8 * r < left)
+      if (slice == 0 && lane % 4 == 0 && row + 8 * r < left)
         p.x_stats[first + row + 8 * r] = make_float2(scale.x[r], scale.x_offset[r]);
     }
 #pragma unroll 1
-    for (int unit = 0; unit < CB; ++unit) {
+    for (int unit = 0; unit < SLICE; ++unit) {
       float value[32], gate[32];
       u32 out[16];
-      const u64 at = weights + unit * ((HB + CB) * BLOCK >> 4);
+      const u64 at = weights + unit * (STAGE >> 4);
       wgmma_fence();
       products(value, gate, x, Smem::desc(ring.stage), at);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_pin(value);
       wgmma_pin(gate);
-      if (unit == CB - 1) arrive_warp(bars.empty(ring.index));
+      if (unit == SLICE - 1) arrive_warp(bars.empty(ring.index));
       gated(out, value, gate, vectors + unit * 64 * 16, scale);
       const u32 tile = output + unit * BLOCK;
-      if (thread == 0) bulk_wait_read<CB - 1>();
+      if (thread == 0) bulk_wait_read<SLICE - 1>();
       named_sync(1 + group, 128);  // the last store has left this tile
 #pragma unroll
       for (int q = 0; q < 4; ++q)
@@ -161,7 +167,7 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
       fence_async_shared();
       named_sync(1 + group, 128);
       if (thread == 0) {
-        tma_store(&p.out, tile, 64 * unit, item.k, item.i, item.b);
+        tma_store(&p.out, tile, 64 * (slice * SLICE + unit), item.k, item.i, item.b);
         bulk_commit();
       }
     }

@@ -22,7 +22,7 @@ from tpf import checkpoint
 from tpf.config import load
 from tpf.errors import TpfError, UsageError
 from tpf.runfolder import RunFolder
-from tpf.saver import Saver
+from tpf.saver import Saver, State
 
 CONFIG = load("tiny", ["train.keep=2"])
 
@@ -35,6 +35,14 @@ def _tensors(value: float, size: int = 3) -> dict[str, dict[str, torch.Tensor]]:
 
 def _save(run: Path, step: int, size: int = 3) -> Path:
     return checkpoint.save(run, step, load("tiny"), _tensors(step, size), {"seed": 0})
+
+
+def _begin(saver: Saver, step: int, tensors: State, extra: dict[str, Any]) -> None:
+    copied = {
+        part: {name: saver.copy(f"{part} {name}", x) for name, x in named.items()}
+        for part, named in tensors.items()
+    }
+    saver.save(step, CONFIG, copied, extra)
 
 
 def _names(run: Path) -> list[str]:
@@ -163,18 +171,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk_is_survived_and_told_once(small_disk: Path) -> None:
     saver = Saver(small_disk)
-    saver.save(1, CONFIG, _tensors(1, 10_000), {})  # 120 kB
+    _begin(saver, 1, _tensors(1, 10_000), {})  # 120 kB
     saver.wait()
-    saver.save(2, CONFIG, _tensors(2, 20_000), {})  # 240 kB more
+    _begin(saver, 2, _tensors(2, 20_000), {})  # 240 kB more
     with pytest.raises(TpfError, match=r"step-000002 cannot be written .*earlier ones"):
         saver.wait()
     assert _names(small_disk) == ["last", "step-000001"]
     assert (small_disk / "checkpoints" / "last").read_text() == "step-000001\n"
-    saver.save(3, CONFIG, _tensors(3, 20_000), {})
+    _begin(saver, 3, _tensors(3, 20_000), {})
     while (problem := saver.problem()) is None:
         time.sleep(0.01)
     assert "step-000003" in problem and saver.problem() is None
-    saver.save(4, CONFIG, _tensors(4, 5_000), {})  # fits again
+    _begin(saver, 4, _tensors(4, 5_000), {})  # fits again
     assert saver.close() is None
     assert checkpoint.load_last(small_disk, print).step == 4
 
@@ -191,7 +199,7 @@ def test_saver_copies_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(checkpoint, "save", slow)
     saver, tensors, skipped = Saver(tmp_path), _tensors(1), [1]
     for step in (1, 2, 3):
-        saver.save(step, CONFIG, tensors, {"skipped": skipped})
+        _begin(saver, step, tensors, {"skipped": skipped})
         assert not (tmp_path / "checkpoints" / f"step-{step:06d}").exists()
         for named in tensors.values():
             named["w"] += 1
@@ -212,7 +220,7 @@ def test_saver_copies_in_the_order_of_the_stream(tmp_path: Path) -> None:
     for step in (1, 2):
         for named in state.values():
             named["w"] += 1
-        saver.save(step, CONFIG, state, {})
+        _begin(saver, step, state, {})
         for named in state.values():
             named["w"].add_(10).sub_(10)
     saver.wait()

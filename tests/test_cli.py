@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command import in_empty_folder
 from tpf.cli.train import train
 from tpf.config import load, to_yaml
 from tpf.errors import UsageError, told
@@ -93,11 +94,25 @@ def test_help_texts_are_documented() -> None:
     ],
 )
 def test_wrong_input_is_one_sentence(
-    words: list[str], code: int, sentence: str, tmp_path: Path
+    words: list[str],
+    code: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    message = one_sentence(tpf(*words, cwd=tmp_path), code)
-    assert re.search(sentence, message), message
+    run = in_empty_folder(words[0], tmp_path, monkeypatch, capsys)
+    got, output, errors = run(*words[1:])
+    assert (got, output) == (code, "")
+    assert errors.count("\n") == 1 and re.search(sentence, errors), errors
     assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+def test_a_process_ends_with_the_code_and_the_sentence(tmp_path: Path) -> None:
+    done = tpf("train", "--crop", "0", cwd=tmp_path)
+    assert one_sentence(done, 2) == "tpf: data.crop is 0; give a value above 0\n"
+    debug = tpf("train", "--crop", "0", "--debug", cwd=tmp_path)
+    assert debug.returncode == 1 and "Traceback" in debug.stderr
 
 
 def test_empty_folder(tmp_path: Path) -> None:
@@ -214,5 +229,6 @@ def test_doctor_reports_and_ends_with_the_choice() -> None:
     done = tpf("doctor", "--json")
     report = json.loads(done.stdout)
     names = {f["name"]: f["status"] for f in report["findings"]}
-    assert names["torch"] == "ok" and names["triangle attention"] == "ok"
+    tested = ("torch", "triangle attention", "triangle multiplication", "pair block")
+    assert {names[name] for name in tested} == {"ok"}
     assert report["auto"].startswith("--impl auto uses:")

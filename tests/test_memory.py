@@ -5,18 +5,34 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.model.rerun import Rerun
 from tpf.bench.protein import make_sample
+from tpf.budget import Budget
 from tpf.config import Config, load
 from tpf.data.batch import to_device
+from tpf.dist import World
 from tpf.losses.diffusion import _lddt_pairs
-from tpf.memory import FUSED_SCRATCH, GIB, Budget, Sizes, _pairformer, estimate
+from tpf.memory import (
+    COPIES,
+    FUSED_SCRATCH,
+    GIB,
+    STATIC,
+    Sizes,
+    _graph_operands,
+    _pairformer,
+    estimate,
+)
+from tpf.model.graphs import Graphs
 from tpf.model.model import Model
+from tpf.runfolder import RunFolder
 from tpf.step import draws, sample_loss
+from tpf.trainer import Trainer
 
 TOLERANCE = 0.12
 """Relative error of the estimate that is allowed; found were 2 to 11 %."""
@@ -70,6 +86,19 @@ def test_estimate_of_a_step_is_what_torch_allocates(crop: int, overrides: list[s
     assert found.peak == pytest.approx(_peak(step), rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_is_what_a_rank_holds(ranks: int) -> None:
+    config = load("tiny")
+    trainer = Trainer.build(config, World(1 % ranks, ranks, torch.device("cpu")))
+    mean, square = trainer.optimizer.mean, trainer.optimizer.square
+    vectors = [trainer.flat.vector, trainer.gradients.buffer, trainer.ema.average, mean, square]
+    gradients = sum(p.nbytes for p in trainer.model.parameters())
+    found = Budget.of_model(config, trainer.model, trainer.world.device, ranks).expected()
+    held = sum(x.untyped_storage().nbytes() for x in vectors) + gradients
+    assert found.state == pytest.approx(held, rel=0.05)  # parameters are padded
+    assert found.graphs == 0
+
+
 @pytest.mark.parametrize(("n", "mib"), [(384, 1544), (768, 5185)])
 def test_block_on_an_h200(n: int, mib: int) -> None:
     """Peak of one Pairformer block, forward and backward, with inputs and their gradients."""
@@ -79,6 +108,35 @@ def test_block_on_an_h200(n: int, mib: int) -> None:
     assert block.kept + block.work + FUSED_SCRATCH + streams + parameters == pytest.approx(
         mib * 2**20, rel=0.05
     )
+
+
+def test_graphs_of_a_block_on_an_h200() -> None:
+    """Peak of the same block by graphs with all that they hold: kernels/README.md, 1718 MiB."""
+    block = _pairformer(load("full").model, Sizes(384, 3072), 2, True, False)
+    parameters = 2 * 4 * 3_070_848
+    found = block.kept + block.work + FUSED_SCRATCH + (STATIC + COPIES) * block.input + parameters
+    assert found == pytest.approx(1718 * 2**20, rel=0.08)
+
+
+def test_operands_of_graphs_are_what_they_hold(tmp_path: Path) -> None:
+    """All that the graphs of a step hold outside the pool, for one number of atoms."""
+    overrides = ["data.crop=48", "train.diffusion_samples=4", "train.rollout_steps=4"]
+    config = load("tiny", [*overrides, "model.checkpoint=true"])
+    trainer = Trainer.build(config, World(0, 1, torch.device("cpu")))
+    trainer.graphs = Graphs(torch.device("cpu"), Rerun())
+    sample = make_sample(48, config, seed=0)
+    for position in range(3):
+        trainer.train_step([sample | {"position": [position]}], RunFolder(tmp_path))
+    held = 0
+    for entry in trainer.graphs._entries.values():
+        results = [out for forward in entry._forwards.values() for out in forward.outputs]
+        grads = [g for backward in entry._backwards.values() for g in backward.grads]
+        held += entry.static_bytes() + sum(x.nbytes for x in [*results, *grads] if x is not None)
+    blocks = [m for name, m in trainer.model.named_modules() if name.endswith(".blocks.0")]
+    copied = 2 * sum(p.numel() for block in blocks for p in block.parameters())
+    copied += sum(p.numel() for p in trainer.model.diffusion_module.parameters())
+    found = _graph_operands(config, Sizes.of(to_device(sample, "cpu")), False, atom_shapes=1)
+    assert found + 4 * copied == pytest.approx(held, rel=0.12)
 
 
 def test_step_on_an_h200() -> None:
@@ -131,6 +189,19 @@ def test_recomputing_is_proposed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("compact", ["data.crop=384", "model.checkpoint=false"])
     warning = _budget(config, 12, monkeypatch).warning()
     assert warning is not None and "model.checkpoint=true" in warning
+
+
+def test_graphs_are_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("full", ["train.graphs=true", "model.checkpoint=false"])
+    monkeypatch.setattr(Budget, "available", lambda self: 30 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    budget = Budget(config, 368_293_788, torch.device("cuda"), copied=8 * 203_236_540)
+    expected = budget.expected()
+    assert expected.graphs > 4 * 8 * 203_236_540 and expected.peak > 30 * GIB
+    warning = budget.warning()
+    assert warning is not None and warning.endswith(
+        "Set train.graphs=false and model.checkpoint=true, with which this crop would fit"
+    )
 
 
 def test_report_of_a_step_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,9 @@ def test_parts_have_the_precision_of_the_table(precision: str, tmp_path: Path) -
         assert seen[name] == {torch.float32}, name
     states = [
         *trainer.model.state_dict().values(),
-        *trainer.ema.state_dict().values(),
-        *(v for s in trainer.optimizer.state.values() for v in s.values()),
+        *trainer.ema.state_dict(trainer.ema.average).values(),
+        trainer.optimizer.mean,
+        trainer.optimizer.square,
         trainer.gradients.buffer,
     ]
     assert {s.dtype for s in states if s.is_floating_point()} == {torch.float32}

@@ -10,17 +10,15 @@ from typing import Any
 import gemmi
 import numpy as np
 import pytest
-import torch
 from test_cli import one_sentence, tpf
 
-from tpf import checkpoint
-from tpf.config import DataConfig, load
+from tests.untrained import save_untrained
+from tpf.config import DataConfig
 from tpf.data.ccd import Dictionary
 from tpf.data.jobs import Job, read_job
 from tpf.data.load import load_tables
 from tpf.data.write import write_mmcif
 from tpf.errors import UsageError
-from tpf.model.model import Model
 from tpf.predict import Prediction, predict_files
 from tpf.report.predict import prediction_report
 from tpf.weights.convert import import_file
@@ -33,17 +31,8 @@ CONFIG = DataConfig(conformers="ideal", max_templates=0)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint of an untrained tiny model that samples in two steps."""
-    overrides = ["samples=2", "sampling_steps=2", "recycles=0"]
-    config = load("tiny", [f"validate.{o}" for o in overrides] + ["data.conformers=ideal"])
-    torch.manual_seed(0)
-    weights = Model(config.model).state_dict()
-    for name, value in weights.items():
-        if "aux_heads" in name and value.ndim == 2:
-            weights[name] = torch.randn_like(value) * 0.3  # else every sample is as confident
-    folder = tmp_path_factory.mktemp("model") / "run"
-    tensors = {"model": weights, "ema": weights, "optimizer": {}}
-    checkpoint.save(folder, 0, config, tensors, {"seed": 0})
-    return folder
+    options = ["validate.samples=2", "validate.sampling_steps=2", "validate.recycles=0"]
+    return save_untrained(tmp_path_factory.mktemp("model") / "run", options, confident=True)
 
 
 def write(folder: Path, name: str, content: str | dict[str, Any]) -> Path:
@@ -60,12 +49,27 @@ def job(tmp_path: Path, *sequences: dict[str, Any]) -> Job:
     return read_job(write(tmp_path, "job.json", {"sequences": list(sequences)}), CONFIG)
 
 
+def test_a_single_chain_has_both_ranking_scores(run: Path, tmp_path: Path) -> None:
+    (found,) = predict_files(run, [write(tmp_path, "x.fa", ">p\nMKVLQ\n")], [], out=tmp_path / "o")
+    for sample in found.document["samples"]:
+        rest = 0.5 * sample["disorder"] - 100 * sample["has_clash"]
+        assert sample["iptm"] == 0
+        assert sample["ranking_score"] == pytest.approx(0.2 * sample["ptm"] + rest)
+        assert sample["ranking_score_si"] == pytest.approx(sample["ptm"] + rest)
+    report = (tmp_path / "o" / "report.html").read_text()
+    assert "ranking_score_si" in report
+
+
 def test_an_mmcif_is_predicted_from_its_sequence_alone(run: Path, tmp_path: Path) -> None:
     """Its coordinates play no part: a job with the same sequence gives the same structure."""
     named = {"name": "1ubq", "sequences": [{"protein": {"sequence": UBIQUITIN}}]}
     inputs = [EXAMPLES / "1ubq.cif.gz", write(tmp_path, "u.json", named)]
-    found = predict_files(run, inputs, [], out=tmp_path / "out")
+    said: list[str] = []
+    found = predict_files(run, inputs, [], out=tmp_path / "out", say=said.append)
     assert [p.error for p in found] == ["", ""]
+    assert said == ["1ubq: 58 waters dropped."]
+    assert [p.document["notes"] for p in found] == [["58 waters dropped."], []]
+    assert "58 waters dropped." in (tmp_path / "out" / "report.html").read_text()
     first, second = (
         load_tables(tmp_path / "out" / name / "seed0-sample1.cif", filters=False).pos
         for name in ("1ubq", "1ubq-2")
@@ -97,6 +101,8 @@ sequences:
     assert {"ptm", "iptm", "plddt_complex", "gpde", "disorder", "has_clash"} <= best.keys()
     expected = 0.8 * best["iptm"] + 0.2 * best["ptm"] + 0.5 * best["disorder"]
     assert best["ranking_score"] == pytest.approx(expected - 100 * best["has_clash"])
+    assert best["ranking_score_si"] == best["ranking_score"]  # two chains have an ipTM
+    assert document["folder"] == folder.name
     structure = gemmi.read_structure(str(folder / best["file"]))
     mean = {
         chain.name: np.mean([atom.b_iso for residue in chain for atom in residue])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from runs import Messages, assert_bitwise, records, state, wait_for_step
 
 from tpf import checkpoint
 from tpf.errors import Interrupted, NonFinite, TpfError, UsageError
+from tpf.lock import Lock
 from tpf.replay import replay
 from tpf.runfolder import RunFolder
 from tpf.train import Options, _closing, train
@@ -28,14 +32,22 @@ def go(size: int, out: Path, *overrides: str, resume: bool = False) -> list[Ende
     return run_ranks(size, small(*overrides), Options(out, resume, validate=False))
 
 
+def well(ends: list[Ended | int]) -> None:
+    """Check that all ranks ended without an error."""
+    assert all(isinstance(end, Ended) and end.error is None for end in ends), ends
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same two steps of four samples on one, two (twice) and four ranks."""
+    """The same two steps of four samples on one, two (twice) and four ranks.
+
+    With a name that ends in "whole" every rank keeps all of the optimiser's state.
+    """
     folder = tmp_path_factory.mktemp("ranks")
-    found = {"1": folder / "1", "2": folder / "2", "again": folder / "again", "4": folder / "4"}
-    for name, size in (("2", 2), ("again", 2), ("4", 4)):
-        ends = go(size, found[name])
-        assert all(isinstance(end, Ended) and end.error is None for end in ends), ends
+    sizes = {"2": 2, "again": 2, "4": 4, "2 whole": 2, "4 whole": 4}
+    found = {name: folder / name for name in ("1", *sizes)}
+    for name, size in sizes.items():
+        well(go(size, found[name], f"train.shard={'whole' not in name}"))
     train(small(), Options(found["1"], validate=False), Messages())
     return found
 
@@ -59,6 +71,46 @@ def test_weights_do_not_depend_on_the_number_of_ranks(runs: dict[str, Path]) -> 
 
 def test_a_layout_repeats_bit_by_bit(runs: dict[str, Path]) -> None:
     assert_bitwise(runs["2"], runs["again"])
+
+
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_sharing_the_optimiser_changes_no_bit(runs: dict[str, Path], ranks: str) -> None:
+    """Four ranks have parts that end inside parameters."""
+    assert_bitwise(runs[ranks], runs[f"{ranks} whole"])
+
+
+def test_resume_takes_any_mode_and_number_of_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    well(go(2, start, "train.steps=1"))
+    for name, size in (("2 whole", 2), ("4", 4), ("4 whole", 4)):
+        shutil.copytree(start, tmp_path / name)
+        shard = f"train.shard={'whole' not in name}"
+        well(go(size, tmp_path / name, shard, resume=True))
+    assert_bitwise(tmp_path / "2 whole", runs["2"])
+    assert_bitwise(tmp_path / "4", tmp_path / "4 whole")
+
+
+def test_average_comes_together_for_validation_and_leaves_the_weights(tmp_path: Path) -> None:
+    def note(trainer: Trainer) -> None:
+        applied = trainer.ema.applied
+
+        @contextmanager
+        def noted(spare: torch.Tensor) -> Iterator[None]:
+            own = trainer.flat.vector.clone()
+            with applied(spare):
+                torch.save(dict(trainer.model.state_dict()), tmp_path / f"{trainer.world.rank}.pt")
+                yield
+            assert torch.equal(own, trainer.flat.vector) and not spare.any()
+
+        trainer.ema.applied = noted  # type: ignore[method-assign]
+
+    config = small("train.steps=1", "train.batch_size=2", "validate.max_tokens=10")
+    well(run_ranks(2, config, Options(tmp_path / "run"), {0: note, 1: note}))
+    saved = state(tmp_path / "run")
+    for rank in (0, 1):
+        seen = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert {f"ema/{name}" for name in seen} == {n for n in saved if n.startswith("ema/")}
+        assert all(torch.equal(value, saved[f"ema/{name}"]) for name, value in seen.items())
 
 
 def test_tasks_of_srun_are_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -168,7 +220,7 @@ def test_ranks_that_end_together_wait_for_the_files_of_the_main_one(tmp_path: Pa
     for shared, expected in ((True, ["closed", "met"]), (False, ["closed"])):
         error.shared = shared
         events.clear()
-        with pytest.raises(Interrupted), _closing(run, Watched(), Other()):  # type: ignore[arg-type]
+        with pytest.raises(Interrupted), _closing(run, Watched(), Other(), Lock(tmp_path)):  # type: ignore[arg-type]
             raise error
         assert events == expected
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tpf import checkpoint
-from tpf.config import DataConfig, load
+from tests.untrained import save_untrained
+from tpf.config import Config, DataConfig, load
 from tpf.data.ccd import Dictionary
 from tpf.data.jobs import read_job
+from tpf.data.load import load_tables
 from tpf.data.records import Entries
 from tpf.data.tables import LIGAND
 from tpf.data.write import write_mmcif
 from tpf.dist import World
 from tpf.errors import HardwareError, Interrupted, UsageError
+from tpf.infer import Drawn, draw
 from tpf.launch import Plan, launch, plan
-from tpf.metrics.schema import Validation, read_json
+from tpf.metrics.parts import Part
+from tpf.metrics.schema import SeedResult, TargetResult, Validation, read_json
 from tpf.model.model import Model
 from tpf.targets import Targets, read_groups, read_ids
-from tpf.validate import Request, compare_files, validate_checkpoint, validate_rank
+from tpf.validate import (
+    Request,
+    compare_files,
+    validate_checkpoint,
+    validate_model,
+    validate_rank,
+)
 
 SPLITS = Path(__file__).resolve().parents[1] / "data" / "splits"
 COMPLEXES: dict[str, list[dict[str, Any]]] = {
@@ -64,16 +77,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in COMPLEXES:
         write_entry(folder / "data", name)
     (folder / "data" / "cut.cif").write_text("data_cut\nloop_\n_atom_site.id\n")
-    config = load("tiny", [
-        f"data.path={folder / 'data'}", "data.conformers=ideal", "validate.samples=2",
-        "validate.seeds=2", "validate.sampling_steps=2", "validate.recycles=0",
-        "validate.max_tokens=50", "validate.extras=true", "model.pairformer_blocks=1",
+    return save_untrained(folder / "run", [
+        f"data.path={folder / 'data'}", "validate.samples=2", "validate.seeds=2",
+        "validate.sampling_steps=2", "validate.recycles=0", "validate.max_tokens=50",
+        "validate.extras=true", "model.pairformer_blocks=1",
     ])  # fmt: skip
-    torch.manual_seed(0)
-    weights = Model(config.model).state_dict()
-    tensors = {"model": weights, "ema": weights, "optimizer": {}}
-    checkpoint.save(folder / "run", 0, config, tensors, {"seed": 0})
-    return folder / "run"
 
 
 def validate(run: Path, out: Path | None, *overrides: str, **named: Any) -> Validation:
@@ -243,3 +251,92 @@ def test_kinase_lists_have_a_group_for_every_entry() -> None:
     ids = [i for part in ("train", "holdout") for i in read_ids(SPLITS / f"kinase-{part}.txt")]
     assert len(ids) == 31 and set(ids) == groups.keys()
     assert set(groups.values()) == {"TK", "TKL", "STE", "CMGC", "AGC", "CAMK"}
+
+
+def test_85_targets_take_linear_work_and_go_on_after_a_kill_at_the_30th(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a validation does around its targets, counted in calls of our functions."""
+    entry = (run.parent / "data" / "3ccc.cif").read_text()
+    config = load("tiny", [f"data.path={tmp_path / 'data'}", "model.pairformer_blocks=1"])
+    model = Model(config.model)
+    sampled: list[str] = []
+
+    def sample(model: Model, targets: Targets, index: int, folder: Path) -> Part:
+        name = targets.record(index).id
+        sampled.append(name)
+        values = {"gpde": 1.0, "lddt_intra_protein": len(sampled) / 100}
+        return Part(name, TargetResult(name, 12, [SeedResult.build(0, [values])]))
+
+    monkeypatch.setattr("tpf.validate._validate_target", sample)
+
+    def work(count: int) -> int:
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        (tmp_path / "data").mkdir()
+        for k in range(count):
+            (tmp_path / "data" / f"e{k:03d}.cif").write_text(entry.replace("3ccc", f"e{k:03d}"))
+        calls = 0
+
+        def hear(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call" and "/tpf/" in frame.f_code.co_filename
+
+        sys.setprofile(hear)
+        try:
+            validate_model(model, Entries(config.data), config, tmp_path / f"{count}", origin="x")
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    few, many = work(17), work(85)
+    assert many <= 5 * few, (few, many)
+    del sampled[:]
+
+    def kill(target: str, done: int, total: int) -> None:
+        if done == 29:
+            raise KeyboardInterrupt
+
+    again = (model, Entries(config.data), config, tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        validate_model(*again, origin="x", progress=kill)
+    assert len(sampled) == 29
+    result = validate_model(*again, origin="x")
+    assert len(sampled) == 85 == len(set(sampled)) and result is not None
+    assert [t.id for t in result.targets] == [f"e{k:03d}" for k in range(85)]
+
+
+def test_the_experiment_under_other_names_scores_as_the_experiment(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of a homodimer exchanged, a symmetric ligand turned by half, a phenyl ring flipped."""
+    partners = {("BEN", a): b for a, b in pairs(("C2", "C6"), ("C3", "C5"), ("N1", "N2"))}
+    partners |= {("PHE", a): b for a, b in pairs(("CD1", "CD2"), ("CE1", "CE2"))}
+
+    def renamed(model: Model, batch: dict[str, Any], config: Config, seed: int) -> Drawn:
+        drawn = draw(model, batch, config, seed)
+        tables = load_tables(run.parent / "data" / f"{batch['id'][0]}.cif", filters=False)
+        residue = tables.atom_residue
+        names = list(zip(residue.tolist(), tables.atom_name.tolist(), strict=True))
+        place = {name: k for k, name in enumerate(names)}
+        order = [place[r, partners.get((str(tables.res_name[r]), atom), atom)] for r, atom in names]
+        if len(set(tables.chain_entity.tolist())) < len(tables.chain_id):
+            order = np.roll(order, len(order) // 2).tolist()
+        assert order != list(range(len(order))) or batch["id"] == ["3ccc"]
+        x = torch.from_numpy(tables.pos[order].astype(np.float32))
+        return dataclasses.replace(drawn, x=x[None, None].expand_as(drawn.x))
+
+    monkeypatch.setattr("tpf.validate.draw", renamed)
+    result = validate(run, tmp_path / "out", "validate.seeds=1")
+    assert [t.id for t in result.targets] == ENTRIES
+    for target in result.targets:
+        for name, value in target.seeds[0].reported.items():
+            if name.startswith(("lddt", "gdt", "dockq", "ligand_success")):
+                assert value == pytest.approx(1.0, abs=1e-6), (target.id, name)
+            if name.startswith(("rmsd", "drmsd", "ligand_rmsd")):
+                assert value == pytest.approx(0.0, abs=2e-3), (target.id, name)
+    scored = set(result.dataset)
+    assert {"lddt_inter_protein_protein", "ligand_rmsd_pocket", "lddt_intra_ligand"} <= scored
+
+
+def pairs(*names: tuple[str, str]) -> list[tuple[str, str]]:
+    return [pair for a, b in names for pair in ((a, b), (b, a))]

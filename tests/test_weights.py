@@ -289,7 +289,7 @@ def test_writing_is_whole_or_not_at_all(
         assert not list(out.parent.iterdir())
         out.parent.rmdir()
         out.parent.write_text("a file")
-        with pytest.raises(TpfError, match="choose another folder"):
+        with pytest.raises(TpfError, match="choose another"):
             convert_one()
         out.parent.unlink()
 

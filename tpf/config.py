@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +20,21 @@ from tpf.errors import UsageError
 PRESETS = ("tiny", "compact", "full")
 
 
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
+_RULES: dict[str, Callable[[float], bool]] = {
+    "a value above 0": lambda value: 0 < value < math.inf,
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "a number": math.isfinite,
+    "a probability from 0 to 1": lambda value: 0 <= value <= 1,
+    "a decay in [0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+def _check(owner: object, group: str, rule: str, names: str) -> None:
+    """Raise ``UsageError`` for the first named field that breaks a rule; None breaks none."""
+    for name in names.split():
         value = getattr(owner, name)
-        if value <= 0:
-            raise UsageError(f"{name} is {value}; give a value above 0")
+        if value is not None and not _RULES[rule](value):
+            raise UsageError(f"{group}.{name} is {value}; give {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +92,13 @@ class ModelConfig:
     """Backend of the triangle operators: auto, cuda, torch, or an installed third-party one."""
 
     def __post_init__(self) -> None:
-        _positive(self, "c_s", "c_z", "c_m", "c_t", "c_atom", "c_atom_pair", "pairformer_blocks")
+        positive = "c_s c_z c_m c_t c_atom c_atom_pair c_token c_token_diffusion pairformer_blocks"
+        positive += " tri_heads tri_dim c_hidden_mul c_opm msa_heads msa_head_dim msa_rows"
+        positive += " template_heads template_dim n_query n_key fourier_dim sigma_data"
+        blocks = "msa_blocks template_blocks diffusion_blocks atom_blocks confidence_blocks"
+        _check(self, "model", "a value above 0", positive)
+        _check(self, "model", "0 or more", blocks)
+        _check(self, "model", "a probability from 0 to 1", "dropout_pair dropout_msa")
         for name, heads, width in (
             ("single_heads", self.single_heads, self.c_s),
             ("diffusion_heads", self.diffusion_heads, self.c_token_diffusion),
@@ -109,7 +128,7 @@ class DataConfig:
     """Folder of alignments, or table of ENTRY_CHAIN FILE; None gives one row, the query."""
     max_msa_rows: int = 16384
     sampled_msa_rows: int = 4096
-    """Rows of these that a training sample holds, drawn anew at every visit: the model looks at
+    """Rows of these that a sample holds, drawn anew at every visit: the model looks at
     ``msa_rows`` random ones in each of at most four cycles."""
     max_templates: int = 4
     release_cutoff: str | None = None
@@ -138,8 +157,14 @@ class DataConfig:
     """Loader processes; 0 loads in the main process."""
 
     def __post_init__(self) -> None:
-        if self.crop < 1:
-            raise UsageError(f"crop is {self.crop}; give a token budget of at least 1")
+        positive = "crop max_msa_rows sampled_msa_rows max_resolution max_chains"
+        crops = "crop_contiguous crop_spatial crop_interface"
+        _check(self, "data", "a value above 0", positive)
+        _check(self, "data", "0 or more", f"{crops} max_templates loader_limit workers")
+        if not self.crop_contiguous + self.crop_spatial + self.crop_interface:
+            raise UsageError(
+                "data.crop_contiguous, _spatial and _interface are 0; weigh one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +181,9 @@ class LossConfig:
     resolved: float = 1e-4
     confidence_min_resolution: float = 0.1
     confidence_max_resolution: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check(self, "loss", "0 or more", " ".join(f.name for f in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +221,9 @@ class TrainConfig:
     ends the run."""
     tf32: bool = False
     """Let a GPU multiply FP32 matrices in TF32 (10 bits of fraction)."""
+    shard: bool = True
+    """Let every rank keep and update an equal part of the optimiser's state and of the moving
+    average; the weights are those of false, where every rank keeps all."""
     compile: bool = False
     """Compile the repeated blocks with torch.compile, a minute or two at the start; the blocks then
     run without our fused layers, so it is for GPUs that those kernels do not serve."""
@@ -214,14 +245,13 @@ class TrainConfig:
     """auto is online when WANDB_API_KEY is set, else disabled."""
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "lr", "clip", "batch_size", "diffusion_samples", "rollout_steps")
-        _positive(self, "checkpoint_every", "keep", "diffusion_chunk", "noise_sd")
-        if not 0 <= self.ema < 1:
-            raise UsageError(f"train.ema is {self.ema}; give a decay in [0, 1)")
-        whole = ("warmup", "validate_every", "max_recycles", "seed", "cpu_threads", "profile")
-        for name in (*whole, "step_limit"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"train.{name} is {getattr(self, name)}; give 0 or more")
+        positive = "steps lr clip batch_size diffusion_samples rollout_steps checkpoint_every keep"
+        natural = "warmup decay_after validate_every max_recycles seed cpu_threads profile"
+        more = "diffusion_chunk noise_sd eps decay decay_every"
+        _check(self, "train", "a value above 0", f"{positive} {more}")
+        _check(self, "train", "0 or more", f"{natural} step_limit")
+        _check(self, "train", "a decay in [0, 1)", "beta1 beta2 ema")
+        _check(self, "train", "a number", "noise_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +273,9 @@ class ValidateConfig:
     selection_weights: Literal["fine-tuning", "initial"] = "fine-tuning"
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "seeds", "sampling_steps")
+        positive = "samples seeds sampling_steps max_targets max_tokens"
+        _check(self, "validate", "a value above 0", positive)
+        _check(self, "validate", "0 or more", "recycles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +289,10 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+-]+", self.name):
+            raise UsageError(f"name is {self.name!r}; give letters, digits and . _ + -")
+
 
 def _preset_path(config: str) -> Path:
     if config in PRESETS:
@@ -267,10 +303,45 @@ def _preset_path(config: str) -> Path:
     return path
 
 
-def _check_overrides(overrides: list[str] | tuple[str, ...]) -> None:
+def _dotted(overrides: list[str] | tuple[str, ...]) -> Any:
+    """Return overrides as an OmegaConf; raise ``UsageError`` naming the one that is none."""
+    from omegaconf import OmegaConf
+
     for item in overrides:
         if "=" not in item:
             raise UsageError(f"override {item!r} has no '='; write key=value, as train.lr=1e-3")
+        try:
+            OmegaConf.from_dotlist([item])
+        except Exception as error:  # of the YAML reader
+            raise UsageError(f"override {item!r}: the value is not YAML; quote it") from error
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _merge(base: Any, values: Any, where: str) -> Any:
+    """Return ``base`` with ``values`` from ``where``; raise ``UsageError`` naming key and value."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+    try:
+        return OmegaConf.merge(base, values)
+    except OmegaConfBaseException as error:
+        key, reason = error.full_key or "", str(error).splitlines()[0]
+        if isinstance(error, ConfigKeyError) and "Did you mean" not in reason:
+            reason += "; the config.yaml of any run lists the keys"
+        elif not key:
+            reason = f"a group takes keys, as train.lr=1e-3 ({reason})"
+        raise UsageError(f"{where}{key and f'{key}: '}{reason}") from error
+    except TypeError as error:
+        raise UsageError(f"{where}not a table of keys and values; see configs/tiny.yaml") from error
+
+
+def _build(merged: Any) -> Config:
+    """Return the dataclasses of an OmegaConf, which check themselves."""
+    from omegaconf import OmegaConf
+
+    result = OmegaConf.to_object(merged)
+    assert isinstance(result, Config)
+    return result
 
 
 def load(config: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -279,25 +350,16 @@ def load(config: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     Raises ``UsageError`` naming the key (with the nearest existing one) or the value.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    _check_overrides(overrides)
+    values = _dotted(overrides)
     path = _preset_path(config)
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Config),
-            OmegaConf.load(path),
-            OmegaConf.from_dotlist(list(overrides)),
-        )
-        result = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise UsageError(f"configuration {config}: {str(error).splitlines()[0]}") from error
-    except UsageError:
-        raise
+        stored = OmegaConf.load(path)
     except Exception as error:  # a YAML syntax error or an unreadable file
-        raise UsageError(f"configuration {path}: {error}") from error
-    assert isinstance(result, Config)
-    return result
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config {config}: not readable as YAML ({reason})") from error
+    base = _merge(OmegaConf.structured(Config), stored, f"--config {config}: ")
+    return _build(_merge(base, values, ""))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -308,20 +370,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Rebuild a configuration from ``to_dict`` with overrides; raise ``UsageError`` as ``load``."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    _check_overrides(overrides)
-    try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Config),
-            OmegaConf.create(values),
-            OmegaConf.from_dotlist(list(overrides)),
-        )
-        result = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise UsageError(f"stored configuration: {str(error).splitlines()[0]}") from error
-    assert isinstance(result, Config)
-    return result
+    stored = OmegaConf.create(values)
+    base = _merge(OmegaConf.structured(Config), stored, "stored configuration: ")
+    return _build(_merge(base, _dotted(overrides), ""))
 
 
 def to_yaml(config: Config) -> str:

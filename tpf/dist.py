@@ -10,7 +10,7 @@ import datetime
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,22 @@ class World:
             with self._contact():
                 dist.all_reduce(tensor)
         return tensor
+
+    def sum_parts_(self, vector: Tensor) -> None:
+        """Add equal parts of ``vector`` over all ranks, each on its own rank, in place."""
+        if self.size == 1:
+            return
+        part = vector.chunk(self.size)[self.rank]
+        with self._contact():
+            _collective("reduce_scatter_single", "reduce_scatter_tensor")(part, vector)
+
+    def join_parts_(self, vector: Tensor) -> None:
+        """Give every rank the equal parts of ``vector`` that the others have, in place."""
+        if self.size == 1:
+            return
+        part = vector.chunk(self.size)[self.rank]
+        with self._contact():
+            _collective("all_gather_single", "all_gather_into_tensor")(vector, part)
 
     def share(self, value: Any) -> list[Any]:
         """Return on every rank what each rank gave, by rank; over the CPU."""
@@ -121,6 +137,14 @@ class World:
                 f"lost contact with another rank ({first}); go on from the last checkpoint "
                 "with --resume"
             ) from error
+
+
+def _collective(*names: str) -> Callable[[Tensor, Tensor], object]:
+    """Return torch's function of the first name that it has: they changed with torch 2.13."""
+    found: Callable[[Tensor, Tensor], object] = next(
+        getattr(dist, name) for name in names if hasattr(dist, name)
+    )
+    return found
 
 
 def _words(error: Exception) -> tuple[str, str, str]:

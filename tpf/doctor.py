@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Status = Literal["ok", "missing", "failed"]
 
@@ -54,6 +58,7 @@ def examine() -> list[Finding]:
         ("component dictionary", _components),
         ("triangle attention", _attention),
         ("triangle multiplication", _multiplication),
+        ("pair block", _pair_block),
     ]
     findings = []
     for name, probe in probes:
@@ -174,66 +179,115 @@ def _components() -> Finding:
     return Finding("component dictionary", "ok", f"built-in subset and biotite {version}")
 
 
-def _relative_error(got: object, want: object) -> float:
+def _place() -> tuple[str, torch.dtype]:
+    """Return the device of the automatic path and the precision in which it is tested."""
     import torch
 
-    assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm())
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def _worst(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Return the largest relative error of tensors, NaN if one has it."""
+    import torch
+
+    errors = [
+        (g.detach().cpu().double() - w.detach()).norm() / w.detach().norm()
+        for g, w in zip(got, want, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _judged(name: str, error: float, limits: tuple[float, float]) -> Finding:
+    """Return the finding for an error and its limits in BF16 and FP32."""
+    import torch
+
+    device, dtype = _place()
+    status: Status = "ok" if error < limits[dtype == torch.float32] else "failed"
+    return Finding(name, status, f"{device}, relative error {error:.1e} to FP64")
 
 
 def _attention() -> Finding:
-    """Run forward and backward of the automatic path on random input against FP64."""
+    """Run forward and backward of the automatic path for each head width against FP64."""
     import torch
 
     from tpf.kernels.ops import triangle_attention
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = _place()
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 48, 4, 48, 32)] * 3 + [(1, 1, 4, 48, 48)]
-    exact = [torch.randn(s, generator=generator).to(dtype).double() for s in shapes]
+    mask = torch.rand(1, 48, 1, 1, 48, generator=generator) < 0.9
+    errors = []
 
     def run(inputs: list[torch.Tensor], impl: Literal["auto", "torch"]) -> list[torch.Tensor]:
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        q, k, v, bias = inputs
-        out = triangle_attention(q, k, v, bias, impl=impl)
+        q, k, v, bias = inputs = [x.detach().requires_grad_() for x in inputs]
+        out = triangle_attention(q, k, v, bias, mask.to(q.device), impl=impl)
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
-    want = run(exact, "torch")
-    got = run([x.to(device, dtype) for x in exact], "auto")
-    error = max(_relative_error(g.cpu(), w) for g, w in zip(got, want, strict=True))
-    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    status: Status = "ok" if error < limit else "failed"
-    return Finding("triangle attention", status, f"{device}, relative error {error:.1e} to FP64")
+    for width in (16, 32, 64):
+        shapes = [(1, 48, 4, 48, width)] * 3 + [(1, 1, 4, 48, 48)]
+        exact = [torch.randn(s, generator=generator).to(dtype).double() for s in shapes]
+        got = run([x.to(device, dtype) for x in exact], "auto")
+        errors.append(_worst(got, run(exact, "torch")))
+    return _judged("triangle attention", max(errors), (3e-2, 1e-5))
 
 
 def _multiplication() -> Finding:
-    """Run forward and backward of the automatic path on random input against FP64."""
+    """Run forward and backward of the automatic path in both directions against FP64."""
     import torch
 
-    from tpf.kernels.ops import TriMulWeights, triangle_multiplication
+    from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = _place()
     generator = torch.Generator().manual_seed(0)
     c, n = 32, 24
     z = torch.randn(1, n, n, c, generator=generator).to(dtype)
     shapes = [(c,), (c,), *[(c, c)] * 4, (c,), (c,), (c, c), (c, c)]
     weights = [torch.randn(s, generator=generator) / c**0.5 for s in shapes]
 
-    def run(kind: torch.dtype, place: str, of_weights: torch.dtype) -> list[torch.Tensor]:
-        packed = TriMulWeights(*(w.to(place, of_weights) for w in weights))
+    def run(direction: Direction, kind: torch.dtype, place: str) -> list[torch.Tensor]:
+        whole = torch.float64 if kind == torch.float64 else torch.float32
+        packed = TriMulWeights(*(w.to(place, whole) for w in weights))
         leaf = z.to(place, kind).requires_grad_()
-        out = triangle_multiplication(leaf, None, packed, "outgoing")
+        out = triangle_multiplication(leaf, None, packed, direction)
         return [out, *torch.autograd.grad(out.square().sum(), leaf)]
 
-    got, want = run(dtype, device, torch.float32), run(torch.float64, "cpu", torch.float64)
-    error = max(_relative_error(g.cpu(), w) for g, w in zip(got, want, strict=True))
-    status: Status = "ok" if error < (2e-2 if device == "cuda" else 1e-3) else "failed"
-    return Finding(
-        "triangle multiplication", status, f"{device}, relative error {error:.1e} to FP64"
+    directions: tuple[Direction, ...] = ("outgoing", "incoming")
+    error = max(
+        _worst(run(way, dtype, device), run(way, torch.float64, "cpu")) for way in directions
     )
+    return _judged("triangle multiplication", error, (2e-2, 1e-3))
+
+
+def _pair_block() -> Finding:
+    """Run a block of the pair representation with all gradients against FP64."""
+    import torch
+
+    from tpf.model.pairformer import PairDims, PairStack
+
+    device, dtype = _place()
+    dims = PairDims(
+        channels=64, c_hidden_mul=64, heads=4, head_dim=16, expansion=4, dropout=0.0, impl="auto"
+    )
+    generator = torch.Generator().manual_seed(0)
+    block, exact = PairStack(dims), PairStack(dataclasses.replace(dims, impl="torch")).double()
+    with torch.no_grad():
+        for name, x in block.named_parameters():  # some start at zero
+            scale = 0.1 if x.dim() == 1 else x.shape[-1] ** -0.5
+            offset = float(x.dim() == 1 and name.endswith("weight"))
+            x.copy_(offset + scale * torch.randn(x.shape, generator=generator))
+    exact.load_state_dict(block.state_dict())
+    z = torch.randn(1, 24, 24, 64, generator=generator).to(dtype)
+    real = torch.arange(24) < 22
+    mask = (real[:, None] & real)[None]
+
+    def run(stack: PairStack, leaf: torch.Tensor) -> list[torch.Tensor]:
+        leaf.requires_grad_()
+        out = stack(leaf, mask.to(leaf.device))
+        return [out, *torch.autograd.grad(out.square().sum(), [leaf, *stack.parameters()])]
+
+    want = run(exact, z.double())
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        got = run(block.to(device), z.to(device))
+    return _judged("pair block", _worst(got, want), (8e-2, 1e-3))
 
 
 def _backend(name: str, module: str, how: str) -> Finding:
@@ -242,5 +296,6 @@ def _backend(name: str, module: str, how: str) -> Finding:
     try:
         __import__(module)
     except Exception as error:
-        return Finding(f"backend {name}", "failed", f"cannot be imported: {error}")
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        return Finding(f"backend {name}", "missing", f"installed, but cannot be imported: {why}")
     return Finding(f"backend {name}", "ok", "importable")

@@ -57,7 +57,8 @@ def told(error: Exception) -> TpfError:
     if "use_deterministic_algorithms" in str(error):  # of torch, which goes on with Python calls
         what = str(error).partition(", but you set")[0]
         return TpfError(f"{what}; give train.deterministic=false, and runs do not repeat exactly")
-    return TpfError(f"unexpected {type(error).__name__}: {error} (--debug shows where)")
+    first = next(iter(str(error).splitlines()), "")  # torch's go on with C++ frames
+    return TpfError(f"unexpected {type(error).__name__}: {first} (--debug shows where)")
 
 
 def rebuild(kind: str, text: str) -> TpfError:

@@ -56,14 +56,16 @@ def plan(
         raise UsageError(f"--nodes is {nodes}; give 1 or more")
     tasks = slurm.tasks(os.environ) if "WORLD_SIZE" not in os.environ else None
     if tasks is not None and tasks.size > 1:
-        return _under_slurm(gpus, tasks, available)
+        return _under_slurm(gpus, tasks, available, command)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         size = int(os.environ["WORLD_SIZE"])
         if gpus not in (None, size):
             raise UsageError(f"--gpus {gpus}, but the launcher started {size} ranks")
         return Plan("join")
     if nodes > 1:
-        return _several_nodes(gpus, nodes, rendezvous, available)
+        return _several_nodes(gpus, nodes, rendezvous, available, command)
+    if rendezvous is not None:
+        raise UsageError(f"--rdzv {rendezvous} needs --nodes, the number of machines")
     if gpus is None:
         return Plan("alone")
     if gpus > available:
@@ -71,7 +73,7 @@ def plan(
     return Plan("alone") if gpus == 1 else Plan("launch", gpus)
 
 
-def _under_slurm(gpus: int | None, tasks: slurm.Tasks, available: int) -> Plan:
+def _under_slurm(gpus: int | None, tasks: slurm.Tasks, available: int, command: str) -> Plan:
     """Join the tasks of a job step as ranks, or start ``gpus`` ranks over one task per node."""
     if gpus in (None, tasks.size):
         os.environ.update(tasks.variables(available))
@@ -81,19 +83,24 @@ def _under_slurm(gpus: int | None, tasks: slurm.Tasks, available: int) -> Plan:
             f"--gpus {gpus}, but srun started {tasks.size} tasks on {tasks.nodes} nodes; start one "
             "task per GPU, or one per node"
         )
-    return _several_nodes(gpus, tasks.nodes, tasks.rendezvous, available)
+    return _several_nodes(gpus, tasks.nodes, tasks.rendezvous, available, command)
 
 
-def _several_nodes(gpus: int | None, nodes: int, rendezvous: str | None, available: int) -> Plan:
+def _several_nodes(
+    gpus: int | None, nodes: int, rendezvous: str | None, available: int, command: str
+) -> Plan:
     if gpus is None:
         raise UsageError(f"--nodes {nodes} needs --gpus, the number of GPUs over all nodes")
     if gpus % nodes:
         raise UsageError(f"--gpus {gpus} does not divide over --nodes {nodes}; give a multiple")
-    if rendezvous is None or ":" not in rendezvous:
-        raise UsageError(f"--nodes {nodes} needs --rdzv HOST:PORT of the first node")
+    host, _, port = (rendezvous or "").rpartition(":")
+    if rendezvous is None or not host or not port.isdigit():
+        given = f", not {rendezvous!r}" if rendezvous else ""
+        raise UsageError(f"--nodes {nodes} needs --rdzv HOST:PORT of the first node{given}")
     if gpus // nodes > available:
         raise HardwareError(
-            f"--gpus {gpus} on {nodes} nodes is {gpus // nodes} a node; this one has {available}"
+            f"--nodes {nodes} is {gpus // nodes} GPUs a node; "
+            f"{_not_enough(gpus, available, command)}"
         )
     return Plan("launch", gpus // nodes, nodes, rendezvous)
 

@@ -80,12 +80,11 @@ class Loop:
         """Do one step and what is due after it: a checkpoint, a validation, the end."""
         trainer, cfg, world = self.trainer, self.trainer.config.train, self.trainer.world
         asked = self._one_step(stream)
-        if world.is_main:
-            if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
-                trainer.save(self.run)
-            if problem := self.run.saver.problem():
-                again = "training goes on and tries again at the next one"
-                self.display.message(f"{problem} ({again})")
+        if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
+            trainer.save(self.run)
+        if world.is_main and (problem := self.run.saver.problem()):
+            again = "training goes on and tries again at the next one"
+            self.display.message(f"{problem} ({again})")
         if asked:
             self._interrupt()
         if cfg.validate_every and trainer.step % cfg.validate_every == 0:
@@ -140,8 +139,7 @@ class Loop:
 
     def _interrupt(self) -> None:
         """Save and raise ``Interrupted`` on all ranks."""
-        if self.trainer.world.is_main:
-            self.trainer.save(self.run)
+        self.trainer.save(self.run)
         self._settle()
         raise Interrupted(
             f"interrupted after step {self.trainer.step}; "
@@ -163,7 +161,7 @@ class Loop:
         self.watchdog.pause()
         folder = self.run.validation_dir(trainer.step)
         if not world.any(world.is_main and (folder / "metrics.json").is_file()):
-            with trainer.ema.applied_to(trainer.model):
+            with trainer.ema.applied(trainer.gradients.sums):
                 found = validate_model(
                     trainer.model,
                     self.targets,

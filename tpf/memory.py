@@ -2,36 +2,34 @@
 
 A step peaks in its backward pass. What every part of the forward keeps for its backward is counted
 below, per pair, token, atom or MSA row, and the peak is the largest of: the diffusion module's
-backward with everything kept, the confidence head's with the trunk kept, the trunk's alone, and the
-optimiser. With ``model.checkpoint`` blocks keep their inputs and one block at a time is whole.
+backward with everything kept, the confidence head's with the trunk kept, the trunk's alone. With
+``model.checkpoint`` blocks keep their inputs and one block at a time is whole. CUDA graphs set that
+block's memory apart, with what they read and write.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from tpf.config import Config, ModelConfig
 
 ATOMS_PER_TOKEN = 8
 """Heavy atoms per token of protein crops; nucleotides have 21, atomised tokens 1."""
-STATE_BYTES = 24
-"""Per parameter: weight, EMA, gradient, clipped sum, and Adam's two moments in FP32."""
-OPTIMISER_BYTES = 8
-"""Per parameter: what Adam makes in passing."""
+STATE_BYTES, SHARED_BYTES = 12, 12
+"""Per parameter in FP32: weight, gradient, clipped sum; EMA and Adam's two moments, which ranks
+share."""
+ATOM_SHAPES = 8
+"""Numbers of atoms (in windows) of which graphs are kept, when every crop has another."""
+STATIC, COPIES = 5, 2
+"""Inputs of a block that its graphs hold (argument, results of a call with gradient and of one
+without, gradients of both), and that a replay adds."""
 NEIGHBOURS, HALF_FULL = 600, 400
 """Atoms within 15 A of an atom of a large protein, and the atoms of one with half as many."""
 FUSED_SCRATCH = 192 << 20
 """Bytes of the fused layers beside tensors of the pairs' size: chunks, cuBLAS."""
-USABLE = 0.92
-"""Share of a GPU's memory that tensors can fill; the rest is the context and fragments."""
 GIB = 2**30
-CROP_STEP = 32
 N_RELPOS, N_DISTANCES, BINS = 139, 39, 64
 FULL = 4
 """Bytes of an FP32 number."""
@@ -68,15 +66,15 @@ class Estimate:
     """Bytes of a step: what is there all the time, and what each part adds at its worst."""
 
     state: int
+    graphs: int
     trunk: int
     confidence: int
     diffusion: int
-    optimiser: int
 
     @property
     def peak(self) -> int:
         """Largest number of bytes at once."""
-        return self.state + max(self.trunk, self.confidence, self.diffusion, self.optimiser)
+        return self.state + self.graphs + max(self.trunk, self.confidence, self.diffusion)
 
     @property
     def gib(self) -> float:
@@ -92,17 +90,26 @@ class _Part:
     kept: float
     work: float
 
-    def stack(self, blocks: int, remat: bool) -> tuple[float, float]:
+    def stack(self, blocks: int, remat: bool, graphs: bool = False) -> tuple[float, float]:
         """Return what ``blocks`` of it keep, and what the backward of one adds to that."""
         if not blocks:
             return 0.0, 0.0
+        if graphs:
+            return blocks * self.input, COPIES * self.input
         if remat:
             return blocks * self.input, self.kept + self.work
         return blocks * self.kept, self.work
 
 
-def estimate(config: Config, parameters: int, sizes: Sizes, device: str, fused: bool) -> Estimate:
-    """Return the memory of a step on a ``device`` type; ``fused``: the trunk's layers are ours."""
+def estimate(
+    config: Config, parameters: int, sizes: Sizes, device: str, fused: bool, *, ranks: int = 1,
+    copied: int = 0,
+) -> Estimate:  # fmt: skip
+    """Return the memory of a step on a ``device`` type.
+
+    ``fused``: the trunk's layers are ours. ``ranks`` share the optimiser's state. ``copied``:
+    parameters that CUDA graphs hold once more.
+    """
     m = config.model
     scores = device != "cuda"  # attention with a bias keeps its weights
     trunk, trunk_work = _trunk(config, sizes, fused, scores)
@@ -113,12 +120,47 @@ def estimate(config: Config, parameters: int, sizes: Sizes, device: str, fused: 
     before = trunk + prepared + distogram + confidence
     scratch = FUSED_SCRATCH if fused else 0
     return Estimate(
-        state=parameters * STATE_BYTES,
+        state=parameters * STATE_BYTES + parameters * SHARED_BYTES // ranks,
+        graphs=int(_graphs(config, sizes, fused) + FULL * copied) if config.train.graphs else 0,
         trunk=int(trunk + scratch + max(trunk_work, prepared + prepare_work)),
         confidence=int(before + confidence_work),
         diffusion=int(before + diffusion + diffusion_work),
-        optimiser=parameters * OPTIMISER_BYTES,
     )
+
+
+def _graphs(config: Config, sizes: Sizes, fused: bool) -> float:
+    """Return what CUDA graphs of one crop hold: a pool for the largest block, and operands."""
+    atoms = _atom_block(config.model, sizes, config.train.diffusion_samples, False)
+    blocks = [*_token_blocks(config, sizes, fused), atoms]
+    pool = max(block.kept + block.work for block in blocks)
+    return pool + (FUSED_SCRATCH if fused else 0) + _graph_operands(config, sizes, fused)
+
+
+def _token_blocks(config: Config, sizes: Sizes, fused: bool) -> list[_Part]:
+    """Return a block of every kind that does not depend on the atoms."""
+    m = config.model
+    width = 2 if config.train.precision == "bf16-mixed" else FULL
+    trunk = [_pairformer(m, sizes, width, fused, False), _msa(m, sizes, width, fused)]
+    trunk += [block for block, _ in _template(m, sizes, width, fused)[1:]]
+    heads = [_pairformer(m, sizes, FULL, False, False)] if _has_confidence(config) else []
+    return [*trunk, *heads, _token_block(m, sizes, config.train.diffusion_samples, False)]
+
+
+def _graph_operands(
+    config: Config, sizes: Sizes, fused: bool, atom_shapes: int = ATOM_SHAPES
+) -> float:
+    """Return the static operands, results and gradients of graphs, without parameters."""
+    m = config.model
+    atoms = _atom_block(m, sizes, config.train.diffusion_samples, False)
+    conditions = FULL * sizes.atoms * (10 * m.c_atom + m.n_key * m.atom_heads)
+    # Atom blocks with all copies and of the trunk, and a whole denoiser with its conditions.
+    features = m.n_key * (m.c_atom_pair + 2 * m.atom_blocks * m.atom_heads)
+    features += 20 * m.atom_blocks * m.c_atom
+    biases = sizes.tokens**2 * m.diffusion_blocks * m.diffusion_heads
+    denoiser = FULL * (sizes.atoms * features + biases)
+    of_atoms = STATIC * atoms.input + 4 * conditions + denoiser
+    of_tokens = STATIC * sum(block.input for block in _token_blocks(config, sizes, fused))
+    return of_tokens + atom_shapes * of_atoms
 
 
 def _trunk(config: Config, sizes: Sizes, fused: bool, scores: bool) -> tuple[float, float]:
@@ -135,18 +177,23 @@ def _trunk(config: Config, sizes: Sizes, fused: bool, scores: bool) -> tuple[flo
         *_template(m, sizes, width, fused),
     ]
     for part, blocks in parts:
-        stored, work = part.stack(blocks, m.checkpoint)
+        stored, work = part.stack(blocks, m.checkpoint, config.train.graphs)
         kept, most = kept + stored, max(most, work)
     return kept, most
 
 
+def _has_confidence(config: Config) -> bool:
+    loss = config.loss
+    return any((loss.plddt, loss.pde, loss.pae, loss.resolved))
+
+
 def _confidence(config: Config, sizes: Sizes, scores: bool) -> tuple[float, float]:
     """Return what the confidence heads keep, in FP32, and what their backward adds."""
-    m, loss, pairs = config.model, config.loss, sizes.tokens**2
-    if not any((loss.plddt, loss.pde, loss.pae, loss.resolved)):
+    m, pairs = config.model, sizes.tokens**2
+    if not _has_confidence(config):
         return 0.0, 0.0
     block = _pairformer(m, sizes, FULL, False, scores)
-    kept, work = block.stack(m.confidence_blocks, m.checkpoint)
+    kept, work = block.stack(m.confidence_blocks, m.checkpoint, config.train.graphs)
     kept += pairs * (2 * m.c_z + 2 * BINS + N_DISTANCES) * FULL
     return kept, max(work, 4 * pairs * BINS * FULL)
 
@@ -156,7 +203,7 @@ def _diffusion(config: Config, sizes: Sizes, scores: bool) -> tuple[float, float
     m, copies = config.model, config.train.diffusion_samples
     tokens = _token_block(m, sizes, copies, scores)
     atoms = _atom_block(m, sizes, copies, scores)
-    kept_tokens, work_tokens = tokens.stack(m.diffusion_blocks, m.checkpoint)
+    kept_tokens, work_tokens = tokens.stack(m.diffusion_blocks, m.checkpoint, config.train.graphs)
     kept_atoms, work_atoms = atoms.stack(2 * m.atom_blocks, m.checkpoint)
     between = FULL * copies * sizes.atoms * (m.c_token_diffusion + 3 * m.c_atom)
     work = max(work_tokens, work_atoms, _smooth_lddt(config, sizes))
@@ -286,81 +333,3 @@ def _smooth_lddt(config: Config, sizes: Sizes) -> float:
         neighbours = NEIGHBOURS * sizes.atoms / (sizes.atoms + HALF_FULL)
     pairs = sizes.atoms * neighbours / 2
     return pairs * (15 * copies * FULL + 40) + sizes.atoms**2 * 10.0
-
-
-class Budget:
-    """The memory of one device against what a configuration needs there."""
-
-    def __init__(self, config: Config, parameters: int, device: torch.device) -> None:
-        if config.train.graphs:  # whose backward computes blocks again
-            model = dataclasses.replace(config.model, checkpoint=True)
-            config = dataclasses.replace(config, model=model)
-        self.parameters = parameters
-        self._config, self._device = config, device
-        impl = config.model.impl in ("auto", "cuda") and not config.train.compile
-        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        self._fused = impl and hopper and config.train.precision == "bf16-mixed"
-
-    @classmethod
-    def of_model(cls, config: Config, model: torch.nn.Module, device: torch.device) -> Budget:
-        """Return the budget of a model that has been built."""
-        return cls(config, sum(p.numel() for p in model.parameters()), device)
-
-    def of(self, sizes: Sizes) -> Estimate:
-        """Return the estimate for a sample."""
-        return estimate(self._config, self.parameters, sizes, self._device.type, self._fused)
-
-    def expected(self, crop: int | None = None) -> Estimate:
-        """Return the estimate for a full crop, by default of the configured size."""
-        return self.of(Sizes.expected(self._config, crop or self._config.data.crop))
-
-    def available(self) -> int:
-        """Return the bytes that this process can use."""
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return int((free + torch.cuda.memory_reserved(self._device)) * USABLE)
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * USABLE)
-
-    def largest_crop(self, available: int) -> int:
-        """Return the largest multiple of ``CROP_STEP`` that fits, 0 if none does."""
-        crop = self._config.data.crop // CROP_STEP * CROP_STEP
-        while crop and self.expected(crop).peak > available:
-            crop -= CROP_STEP
-        return crop
-
-    def warning(self) -> str | None:
-        """Return what to say before the first step if the configured crop may not fit."""
-        need, available = self.expected(), self.available()
-        if need.peak <= available:
-            return None
-        text = f"a step at crop {self._config.data.crop} needs about {need.gib:.1f} GiB"
-        return (
-            f"{text}; {self._device} has {available / GIB:.1f} GiB left. {self._way_out(available)}"
-        )
-
-    def out_of_memory(self, step: int, batch: Mapping[str, Any]) -> str:
-        """Return the report of a step that ran out of memory: the sample, its sizes, a way out."""
-        sizes, available = Sizes.of(batch), self.available()
-        templates = f", {sizes.templates} templates" if sizes.templates else ""
-        return (
-            f"step {step}, sample {', '.join(batch['id'])} ({sizes.tokens} tokens, {sizes.atoms} "
-            f"atoms, {sizes.msa_rows} MSA rows{templates}): out of GPU memory; it needs about "
-            f"{self.of(sizes).gib:.1f} GiB of {available / GIB:.1f}. {self._way_out(available)}"
-        )
-
-    def _way_out(self, available: int) -> str:
-        """Say what makes a step fit: recomputation, a smaller crop, or fewer copies and rows."""
-        config = self._config
-        if not config.model.checkpoint:
-            model = dataclasses.replace(config.model, checkpoint=True)
-            lean = Budget(dataclasses.replace(config, model=model), self.parameters, self._device)
-            if lean.expected().peak <= available:
-                return "Set model.checkpoint=true, with which this crop would fit"
-        words = []
-        if crop := self.largest_crop(available):
-            smaller = "would fit" if crop < config.data.crop else "should fit: try a smaller one"
-            words.append(f"--crop {crop} ({smaller})")
-        words += ["train.diffusion_samples", "train.diffusion_chunk"]
-        if config.data.msa:
-            words.append("model.msa_rows")
-        return f"Lower {', '.join(words[:-1])} or {words[-1]}"

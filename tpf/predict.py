@@ -25,7 +25,7 @@ from tpf.data.batch import to_device, to_torch
 from tpf.data.features import featurize
 from tpf.data.jobs import Job, read_job
 from tpf.data.tables import TYPE_NAMES
-from tpf.errors import TpfError, UsageError
+from tpf.errors import DataError, TpfError, UsageError
 from tpf.files import make_folder
 from tpf.infer import Drawn, Loaded, array, draw, load_model, write_prediction
 from tpf.metrics.clash import has_clash
@@ -57,11 +57,13 @@ def predict_files(
     *,
     out: Path,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> list[Prediction]:
     """Predict every input with the EMA weights of a checkpoint or run; write ``out``.
 
-    Raises ``UsageError`` or ``DataError`` for an input that cannot be read, before anything is
-    sampled. A complex that fails while it is sampled leaves its reason; the others go on.
+    ``say`` gets what was inferred or dropped when an input was read. Raises ``UsageError`` for an
+    input that cannot be read, before anything is sampled. A complex that fails while it is sampled
+    leaves its reason; the others go on.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("tpf predict runs as one process; start it without torchrun")
@@ -69,11 +71,13 @@ def predict_files(
         raise UsageError(f"--out {out} exists; nothing is overwritten: choose another folder")
     device = dist.start().device
     loaded = load_model(path, overrides, device)
-    jobs = [read_job(file, loaded.config.data) for file in inputs]
+    jobs = [_read(file, loaded.config) for file in inputs]
     make_folder(out)
     done = []
     for count, job in enumerate(jobs):
         progress(job.name, count, len(jobs))
+        for note in job.notes:
+            say(f"{job.name}: {note}")
         folder = unused(out / job.name)
         folder.mkdir(parents=True)
         try:
@@ -89,6 +93,13 @@ def predict_files(
         [(p.name, p.document, p.picture, p.error) for p in done],
     )
     return done
+
+
+def _read(path: Path, config: Config) -> Job:
+    try:
+        return read_job(path, config.data)
+    except DataError as error:
+        raise UsageError(f"{path}: {error.stage}: {error.reason}") from error
 
 
 def _predict(loaded: Loaded, job: Job, folder: Path) -> Prediction:
@@ -117,9 +128,11 @@ def _predict(loaded: Loaded, job: Job, folder: Path) -> Prediction:
     order = sorted(range(len(samples)), key=lambda i: -samples[i]["ranking_score"])
     document = {
         "id": job.name,
+        "folder": folder.name,
         "checkpoint": loaded.origin,
         "n_tokens": len(job.tokens),
         "chains": _chains(job),
+        "notes": list(job.notes),
         "samples": [samples[i] for i in order],
     }
     write_text(folder / "confidence.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -151,9 +164,8 @@ def _confidence(
     disorder, clash = exposure(structure, x).disorder(), has_clash(structure, x)
     scored = Scored.everything(structure)
     found = confidence_metrics(structure, confidence, scored, (disorder, clash))
-    ranking = found.pop("sample_ranking_score")
-    del found["sample_ranking_score_si"]
-    return {"ranking_score": ranking, **found, "disorder": disorder, "has_clash": clash}
+    rankings = {name: found.pop(f"sample_{name}") for name in ("ranking_score", "ranking_score_si")}
+    return {**rankings, **found, "disorder": disorder, "has_clash": clash}
 
 
 def _write_pae(path: Path, drawn: Drawn, index: int) -> None:

@@ -30,13 +30,14 @@ def write_replay(
 def _read(path: Path) -> dict[str, Any]:
     """Read a replay file without executing anything in it; raise ``UsageError`` if it is none."""
     if not path.is_file():
-        raise UsageError(f"--replay {path}: no such file")
+        raise UsageError(f"--replay {path}: no such file; give the replay file of a run")
+    none = f"--replay {path}: not a replay file; give replay-step-*.pt of a run folder"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for files that it did not write
-        raise UsageError(f"--replay {path}: not a replay file of tpf ({error})") from error
+        raise UsageError(none) from error
     if not isinstance(content, dict) or not {"config", "model", "batch"} <= content.keys():
-        raise UsageError(f"--replay {path}: not a replay file of tpf")
+        raise UsageError(none)
     return content
 
 

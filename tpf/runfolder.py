@@ -65,6 +65,10 @@ def refuse_existing(path: Path) -> None:
         )
 
 
+def _no_place(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"--out {path}: cannot be written ({error.strerror}); choose another folder")
+
+
 class RunFolder:
     """Files of one run below ``path`` (layout: spec of ``tpf train``)."""
 
@@ -75,16 +79,19 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
         """Make a new run folder; raise ``UsageError`` if it exists or cannot be written."""
-        refuse_existing(path)
         try:
-            (path / "checkpoints").mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except OSError as error:
+            refuse_existing(path)
+            raise _no_place(path, error) from error
+        try:
+            (path / "checkpoints").mkdir()
             write_text(path / "config.yaml", to_yaml(config))
             write_text(path / "environment.json", json.dumps(environment(), indent=1) + "\n")
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)  # it would be taken for a run
-            raise UsageError(
-                f"--out {path}: cannot be written ({error.strerror}); choose another folder"
-            ) from error
+            raise _no_place(path, error) from error
         return cls(path)
 
     @classmethod
@@ -114,7 +121,8 @@ class RunFolder:
         try:
             self._truncate_log(step)
             for folder in (self.path / "validation").glob("step-*"):
-                if int(folder.name.removeprefix("step-")) > step:
+                number = folder.name.removeprefix("step-")
+                if number.isdigit() and int(number) > step:  # step-000100-2 is of tpf validate
                     shutil.rmtree(folder)
             write_text(self.path / "config.yaml", to_yaml(config))
         except OSError as error:

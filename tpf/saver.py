@@ -20,25 +20,40 @@ State = dict[str, dict[str, Tensor]]
 class Saver:
     """Writes the checkpoints of one run, one at a time, and deletes the oldest.
 
-    ``save`` copies the state to host memory and returns; a thread writes the copy. On a GPU the
-    copy too runs beside the host, in the order of the stream. The copy's memory, pinned for GPUs,
+    ``copy`` brings a tensor to host memory and ``save`` lets a thread write the copies. On a GPU
+    the copies too run beside the host, in the order of the stream. Their memory, pinned for GPUs,
     is kept for the next save. The thread ends before the process does, whatever happens to it.
     """
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._host: dict[tuple[str, str], Tensor] = {}
+        self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
+        self._on_gpu = False
         self._error: TpfError | None = None
         self._unsaid: TpfError | None = None
 
-    def save(self, step: int, config: Config, tensors: State, extra: dict[str, Any]) -> None:
-        """Begin to write the state as it is now; waits first for the write before it.
+    def copy(self, key: str, tensor: Tensor) -> Tensor:
+        """Return a copy for the next ``save``; waits first for the write before it."""
+        self._join()
+        host = self._host.get(key)
+        if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[key] = host
+        host.copy_(tensor.detach(), non_blocking=True)
+        self._on_gpu |= tensor.is_cuda
+        return host
+
+    def save(self, step: int, config: Config, copied: State, extra: dict[str, Any]) -> None:
+        """Begin to write tensors that ``copy`` gave, or views of them.
 
         A write that fails leaves earlier checkpoints; ``problem``, ``wait`` or ``close`` tell it.
         """
         self._join()
-        copied, event = self._copy(tensors)
+        event = None
+        if self._on_gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
         arguments = step, config, copied, deepcopy(extra), event
         self._thread = threading.Thread(target=self._write, args=arguments, name="tpf-checkpoint")
         self._thread.start()
@@ -64,26 +79,6 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _copy(self, tensors: State) -> tuple[State, torch.cuda.Event | None]:
-        """Copy into the kept host memory; return the copies and what to wait for before use."""
-        copied: State = {}
-        on_gpu = False
-        for part, named in tensors.items():
-            copied[part] = {}
-            for name, tensor in named.items():
-                host = self._host.get((part, name))
-                if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self._host[part, name] = host
-                host.copy_(tensor.detach(), non_blocking=True)
-                copied[part][name] = host
-                on_gpu |= tensor.is_cuda
-        if not on_gpu:
-            return copied, None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return copied, event
 
     def _write(
         self,

@@ -29,7 +29,7 @@ from tpf.data.load import load_tables
 from tpf.data.molecules import find_molecules
 from tpf.data.tables import Tables, Tokens
 from tpf.data.tokens import tokenize
-from tpf.errors import DataError
+from tpf.errors import DataError, UsageError
 from tpf.metrics.evaluate import evaluate
 from tpf.metrics.matching import Match, match_tables
 from tpf.metrics.structure import Sample, from_tokens, take
@@ -41,12 +41,23 @@ def score_files(
 ) -> dict[str, Any]:
     """Return the metrics of two structure files, what was matched, and what was not.
 
-    Raises ``DataError`` if a file cannot be read or no atom of the reference is predicted.
+    Raises ``UsageError`` naming a file that cannot be read and ``DataError`` if no atom of the
+    reference is predicted.
     """
-    pred = load_tables(predicted, ccd=ccd, filters=False)
-    tokens = tokenize(load_tables(reference, ccd=ccd, filters=False))
+    pred = _read(Path(predicted), ccd)
+    tokens = tokenize(_read(Path(reference), ccd))
     result = score_tables(pred, tokens, Dictionary(ccd))
     return {"predicted": str(predicted), "reference": str(reference), **result}
+
+
+def _read(path: Path, ccd: str | None) -> Tables:
+    if not path.is_file():
+        what = "this is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{path}: {what}; give a structure as mmCIF or BinaryCIF")
+    try:
+        return load_tables(path, ccd=ccd, filters=False)
+    except DataError as error:
+        raise UsageError(f"{path}: {error.stage}: {error.reason}") from error
 
 
 def score_tables(pred: Tables, tokens: Tokens, dictionary: Dictionary) -> dict[str, Any]:

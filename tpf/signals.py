@@ -18,6 +18,8 @@ class Stop:
     """Let a second SIGINT wait too: a launcher passes on what the terminal sent to all."""
     silent: bool = False
     """Leave it to another process to say what happens."""
+    unit: str = "step"
+    """What is finished before the run ends."""
     signal: int | None = None
 
     def __call__(self) -> bool:
@@ -34,8 +36,9 @@ class Stop:
 
         def handler(number: int, frame: FrameType | None) -> None:
             if self.signal is None and not self.silent:
-                text = "finishing the step, then saving; Ctrl-C again stops at once without saving"
-                print(f"tpf: {text}", file=sys.stderr, flush=True)
+                text = f"finishing the {self.unit}, then saving"
+                again = "" if self.patient else "; Ctrl-C again stops at once without saving"
+                print(f"tpf: {text}{again}", file=sys.stderr, flush=True)
             self.signal = number
             if number == signal.SIGINT and not self.patient:
                 signal.signal(signal.SIGINT, signal.default_int_handler)

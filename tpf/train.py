@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpf import checkpoint, dist
+from tpf.budget import Budget
 from tpf.config import Config, to_dict
 from tpf.data.dataset import CropDataset
 from tpf.data.records import Entries
 from tpf.data.sampling import read_clusters
 from tpf.errors import TpfError, UsageError, told
 from tpf.kernels.describe import check_impl, describe_impl
+from tpf.lock import Lock
 from tpf.loop import Display, Loop
-from tpf.memory import Budget
 from tpf.metrics import schema
-from tpf.optim import Ema
 from tpf.precision import policy
 from tpf.report.train import read_validations, write_train_report
 from tpf.runfolder import RunFolder, refuse_existing
@@ -60,30 +60,40 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     options = _agreed(options, world)
     with world.together():
         trainer, dataset, targets, start = _prepare(config, options, world)
-    run = _open(trainer, options, start, display)
-    with _closing(run, display, world):
-        with world.together():
+    with Lock(options.out) as lock:
+        run = _open(trainer, options, start, display, lock)
+        with _closing(run, display, world, lock):
+            with world.together():
+                if world.is_main:
+                    _tell(trainer, run, dataset.entries, display)
+            _work(trainer, run, dataset, targets, options, display)
+            summary = _summary(trainer, run)
             if world.is_main:
-                _tell(trainer, run, dataset.entries, display)
-        listening = Stop(patient=world.size > 1, silent=not world.is_main).listening()
-        watching = Watchdog(config.train.step_limit, run.path / "stacks", world.rank).on_guard()
-        with listening as stop, watching as watchdog:
-            if options.prepare is not None:
-                options.prepare(trainer)
-            loop = Loop(trainer, run, targets, display, stop, watchdog, options.nan)
-            if trainer.step == 0 and options.validate:
-                loop.validate()
-            loop.run_steps(dataset)
-            if options.validate:
-                loop.validate()
-        summary = _summary(trainer, run)
-        if world.is_main:
-            display.end(summary)
-        return summary
+                display.end(summary)
+            return summary
+
+
+def _work(
+    trainer: Trainer, run: RunFolder, dataset: CropDataset, targets: Entries, options: Options,
+    display: Display,
+) -> None:  # fmt: skip
+    """Do the steps and validations of a run that is open."""
+    world, limit = trainer.world, trainer.config.train.step_limit
+    listening = Stop(patient=world.size > 1, silent=not world.is_main).listening()
+    watching = Watchdog(limit, run.path / "stacks", world.rank).on_guard()
+    with listening as stop, watching as watchdog:
+        if options.prepare is not None:
+            options.prepare(trainer)
+        loop = Loop(trainer, run, targets, display, stop, watchdog, options.nan)
+        if trainer.step == 0 and options.validate:
+            loop.validate()
+        loop.run_steps(dataset)
+        if options.validate:
+            loop.validate()
 
 
 @contextlib.contextmanager
-def _closing(run: RunFolder, display: Display, world: dist.World) -> Iterator[None]:
+def _closing(run: RunFolder, display: Display, world: dist.World, lock: Lock) -> Iterator[None]:
     """Close what the main rank holds after the block; ranks that end together wait for that.
 
     Launchers kill the other ranks when the first one has ended with an error.
@@ -100,6 +110,7 @@ def _closing(run: RunFolder, display: Display, world: dist.World) -> Iterator[No
                 display.message(problem)
             _report(run, display)
             display.close()
+            lock.release()
         if together:
             with contextlib.suppress(TpfError):  # would hide what ends the run
                 world.barrier()
@@ -149,27 +160,36 @@ def _prepare(
     return Trainer.build(config, world), dataset, targets, start
 
 
-def _open(trainer: Trainer, options: Options, start: Weights | None, display: Display) -> RunFolder:
+def _open(
+    trainer: Trainer, options: Options, start: Weights | None, display: Display, lock: Lock
+) -> RunFolder:
     """Open the run to resume, or make the folder of a new one that starts from ``start``."""
-    world = trainer.world
+    world, run = trainer.world, RunFolder(options.out)
     with world.together():
-        if options.resume:
-            return _resume(trainer, options.out, display)
         if start is not None:
             taken = start_from(trainer.model, start)
-            trainer.ema = Ema(trainer.model, trainer.config.train.ema)
+            trainer.ema.restart()
             if world.is_main:
                 display.message(taken)
-        if not world.is_main:
-            return RunFolder(options.out)
-        run = RunFolder.create(options.out, trainer.config)
-        trainer.save(run)
-        run.saver.wait()
+        if options.resume:
+            RunFolder.open(options.out)
+        elif world.is_main:
+            run = RunFolder.create(options.out, trainer.config)
+        if world.is_main:
+            lock.take(display.message)
+    if options.resume:
+        with world.together():
+            _resume(trainer, run, display)
         return run
+    trainer.save(run)
+    with world.together():
+        if world.is_main:
+            run.saver.wait()
+    return run
 
 
-def _resume(trainer: Trainer, out: Path, display: Display) -> RunFolder:
-    world, run = trainer.world, RunFolder.open(out)
+def _resume(trainer: Trainer, run: RunFolder, display: Display) -> None:
+    world = trainer.world
     saved = checkpoint.load_last(run.path, display.message)
     trainer.restore(saved)
     if world.is_main:
@@ -183,7 +203,6 @@ def _resume(trainer: Trainer, out: Path, display: Display) -> RunFolder:
                 f"{ranks} ranks before, {world.size} now: the same up to the order in which "
                 "gradients are added, not bit by bit"
             )
-    return run
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -197,7 +216,9 @@ def _changes(before: dict[str, Any], after: dict[str, Any], path: str = "") -> I
 
 def _tell(trainer: Trainer, run: RunFolder, entries: Entries, display: Display) -> None:
     """Say what starts, and what of the wish it does not fulfil."""
-    budget = Budget.of_model(trainer.config, trainer.model, trainer.world.device)
+    budget = Budget.of_model(
+        trainer.config, trainer.model, trainer.world.device, trainer.world.size
+    )
     display.start(_facts(trainer, run, entries, budget))
     if warning := budget.warning():
         display.message(warning)

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from tpf import checkpoint, dist
+from tpf.budget import Budget
 from tpf.config import Config
 from tpf.data.batch import to_device
 from tpf.errors import NonFinite, TpfError
+from tpf.flat import FlatParameters
 from tpf.flops import sample_flops
 from tpf.journal import Sample
-from tpf.memory import Budget, Sizes
+from tpf.memory import Sizes
 from tpf.model import graphs
 from tpf.model.graphs import Graphs
 from tpf.model.model import Model
-from tpf.optim import Ema, SampleGradients, build_optimizer, learning_rate
+from tpf.optim import Adam, Ema, SampleGradients, learning_rate
 from tpf.phases import Phases
 from tpf.replay import locate, write_replay
 from tpf.runfolder import RunFolder
@@ -62,7 +64,8 @@ class Trainer:
     config: Config
     world: dist.World
     model: Model
-    optimizer: torch.optim.Optimizer
+    flat: FlatParameters
+    optimizer: Adam
     ema: Ema
     gradients: SampleGradients
     phases: Phases
@@ -82,20 +85,40 @@ class Trainer:
         model = Model(config.model).to(world.device)
         if config.train.compile:
             model.compile_blocks()
+        flat = FlatParameters(model, world, shard=config.train.shard)
+        optimizer, ema = Adam(flat, config.train), Ema(model, flat, config.train.ema)
         # Every rank has a flag for its failure, and all share one for the wish to stop.
-        gradients = SampleGradients(model, config.train.clip, flags=world.size + 1)
-        optimizer, ema = build_optimizer(model, config.train), Ema(model, config.train.ema)
-        made = cls(config, world, model, optimizer, ema, gradients, Phases(world.device))
+        gradients = SampleGradients(flat, config.train.clip, flags=world.size + 1)
+        phases = Phases(world.device)
+        made = cls(config, world, model, flat, optimizer, ema, gradients, phases)
         if config.train.graphs and world.device.type == "cuda":
             made.graphs = Graphs(world.device)
         return made
 
     def save(self, run: RunFolder) -> None:
-        """Begin to write the checkpoint of the present step; the oldest ones are deleted."""
+        """Begin to write the checkpoint of the present step; the oldest ones are deleted.
+
+        Called on all ranks, between steps; the main one writes what the others have sent.
+        """
+        parts = {
+            "average": self.ema.average, "mean": self.optimizer.mean,
+            "square": self.optimizer.square,
+        }  # fmt: skip
+        copied = {}
+        for name, part in parts.items():
+            whole = self.flat.whole(part, self.gradients.sums)
+            if self.world.is_main:
+                copied[name] = run.saver.copy(name, whole)
+        self.gradients.reset()  # whose memory the parts came together in
+        if not self.world.is_main:
+            return
+        named = self.flat.named(run.saver.copy("weights", self.flat.vector))
+        ema = self.ema.state_dict(copied["average"])
+        others = {n: x for n, x in self.model.state_dict().items() if n not in named}
         tensors = {
-            "model": self.model.state_dict(),
-            "ema": self.ema.state_dict(),
-            "optimizer": _optimizer_tensors(self.model, self.optimizer),
+            "model": named | {n: run.saver.copy(f"model {n}", x) for n, x in others.items()},
+            "ema": ema | {n: run.saver.copy(f"ema {n}", ema[n]) for n in others},
+            "optimizer": self.optimizer.state_dict(copied["mean"], copied["square"]),
         }
         extra = {
             "seed": self.config.train.seed, "skipped": self.skipped, "ranks": self.world.size
@@ -106,7 +129,7 @@ class Trainer:
         """Take over model, EMA, optimiser and step of a checkpoint."""
         checkpoint.load_weights(self.model, saved.model, str(saved.path))
         self.ema.load_state_dict(saved.ema)
-        _load_optimizer(self.model, self.optimizer, saved.optimizer)
+        self.optimizer.load_state_dict(saved.optimizer)
         self.step = saved.step
         self.skipped = list(saved.extra.get("skipped", []))
 
@@ -120,16 +143,14 @@ class Trainer:
     ) -> Step:
         """Do one optimiser step over this rank's samples.
 
-        Each sample's gradient is clipped before the average (spec model.md section 7). One sum
-        over the ranks carries the gradients, whether a rank failed (``failure``: before the step)
-        and whether one was asked to ``stop``; the host waits for the device once, after it. When
-        a rank failed all raise the same error with weights unchanged: ``NonFinite`` names the
+        Each sample's gradient is clipped before the average (spec model.md section 7). With
+        the gradients the ranks add up whether one failed (``failure``: before the step) and
+        whether one was asked to ``stop``; the host waits for the device once, after that. When a
+        rank failed all raise the same error with weights unchanged: ``NonFinite`` names the
         sample, module and tensor, after writing a replay file.
         """
         self.model.train()
         rate = learning_rate(self.step + 1, self.config.train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         forwarded: list[_Forwarded] = []
         if failure is None:
             try:
@@ -139,16 +160,18 @@ class Trainer:
                 failure = error
         self.phases.enter("reduce")
         self._raise_flags(forwarded, failure, stop)
-        self.world.sum_(self.gradients.buffer)
+        self.gradients.reduce()
         counts, flags = self.gradients.counted()
         if any(flags[:-1]):
             self._stop_together(run, forwarded, failure)
         self.phases.enter("optimiser")
         self.gradients.average(counts)
-        self.optimizer.step()
+        self.optimizer.step(self.gradients.own, counts, rate)
         self.gradients.reset()
         self.phases.enter("ema")
-        self.ema.update(self.model)
+        self.ema.update()
+        self.phases.enter("reduce")
+        self.flat.join_(self.flat.vector)
         self.phases.enter(None)
         self.step += 1
         return Step([sample.record() for sample in forwarded], rate, flags[-1] > 0)
@@ -164,7 +187,7 @@ class Trainer:
             self.phases.enter("backward")
             loss.total.backward()  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
-            budget = Budget.of_model(self.config, self.model, self.world.device)
+            budget = Budget.of_model(self.config, self.model, self.world.device, self.world.size)
             raise TpfError(budget.out_of_memory(self.step + 1, batch)) from error
         self.phases.enter("clipping")
         norm = self.gradients.add()
@@ -191,7 +214,7 @@ class Trainer:
         """Save the state before the step, explain this rank's failure, and raise on all ranks."""
         self.gradients.reset()
         self.phases.enter(None)
-        if self.world.is_main and not self.steps_left_out:
+        if not self.steps_left_out:
             self.save(run)
         for sample in forwarded if failure is None else []:
             norm, loss = sample.values[:2].tolist()
@@ -221,24 +244,3 @@ class Trainer:
         self.steps_left_out += 1
         ids = [name for features in samples for name in features["id"]]
         return {"loss": None, "samples": ids, "nonfinite": reason}
-
-
-def _optimizer_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    return {
-        f"{key}.{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def _load_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    parameters = dict(model.named_parameters())
-    for entry, value in tensors.items():
-        key, name = entry.split(".", 1)
-        parameter = parameters[name]
-        place = "cpu" if key == "step" else parameter.device
-        optimizer.state[parameter][key] = value.to(place)

@@ -305,8 +305,8 @@ def validate_rank(request: Request, progress: Progress = _silent) -> Path:
     """Validate as one process of the job that the environment describes; return the folder."""
     world = dist.start()
     try:
-        listening = Stop(patient=world.size > 1, silent=not world.is_main).listening()
-        with listening as stop:
+        patient, silent = world.size > 1, not world.is_main
+        with Stop(patient=patient, silent=silent, unit="target").listening() as stop:
             told = progress if world.is_main else _silent
             return validate_checkpoint(request, world, told, stop)[1]
     finally:

@@ -24,6 +24,7 @@ class TooLarge(torch.autograd.Function):
 def run(study: object, chosen: Settings) -> Record:
     record = Record("test")
     study(chosen, record)  # type: ignore[operator]
+    record.finish()
     return record
 
 

@@ -31,7 +31,7 @@ def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["attention", "--dim", "65"], 2, "--dim 65: must be 1 to 64"),
         (["attention", "--device", "tpu"], 2, "--device tpu: choose cuda or cpu"),
         (["attention", "--layout", "odd"], 2, "--layout odd"),
-        (["accuracy", "--table", "6", "--device", "cpu"], 2, "needs --capture FILE"),
+        (["accuracy", "--table", "6", "--device", "cpu"], 2, "needs --capture RUN"),
         (["attention"], 3, "needs an NVIDIA GPU.*--device cpu"),
         (["accuracy"], 3, "needs an NVIDIA GPU"),
         (["determinism"], 3, "needs an NVIDIA GPU"),

@@ -129,6 +129,7 @@ def run(*impls: str) -> Record:
     record = Record("test")
     chosen = Settings(impls, (SHAPE,), CPU, seeds=2, reps=3, errors=True)
     trimul.table_10(chosen, record)
+    record.finish()
     return record
 
 

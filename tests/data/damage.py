@@ -105,3 +105,7 @@ def _some_category(data: bytes, rng: np.random.Generator) -> tuple[str, dict[str
     atoms = [name for name in names if name == "_atom_site."]
     category = str(rng.choice(atoms if atoms and rng.integers(2) else names))
     return category, document[0].get_mmcif_category(category, raw=True), document
+
+
+PLAIN_DAMAGE = (_cut, _bytes, _cut_line, _lines)
+"""Damage to text of any kind."""

@@ -15,6 +15,8 @@ AMINO = (
     "ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL UNK".split()
 )
 NUCLEIC = "A G C U N DA DG DC DT DN".split()
+LONGEST = 2.4
+"""Angstrom; a longer bond is torn."""
 
 
 @dataclass
@@ -25,32 +27,43 @@ class Counts:
     ligand_chains: int = 0
     residues: int = 0
     atoms: int = 0
+    bonds: int = 0
+    """Inside residues, along polymers, and to ligands."""
     tokens: int = 0
     atomized: Counter[str] | None = None
     """Residues of polymers that are atomised, by code."""
 
 
-def heavy_atoms(ccd: Path) -> dict[str, int]:
-    """Return the number of heavy atoms of each component of a dictionary file."""
-    return {
-        block.name: sum(
-            symbol not in ("H", "D") for symbol in block.find_values("_chem_comp_atom.type_symbol")
-        )
-        for block in cif.read(str(ccd))
-    }
+@dataclass
+class Component:
+    """The heavy atoms of a component and the bonds between them."""
+
+    atoms: list[str]
+    bonds: list[tuple[str, str]]
+    leaving: dict[str, set[str]]
+    """Leaving atoms, and what they hang on."""
+
+    def without(self, gone: set[str]) -> tuple[int, int]:
+        """Return the number of atoms and bonds that are left without some atoms."""
+        bonds = sum(not gone & set(bond) for bond in self.bonds)
+        return len(set(self.atoms) - gone), bonds
 
 
-def leaving_atoms(ccd: Path) -> dict[str, dict[str, set[str]]]:
-    """Return the heavy leaving atoms of each component of a dictionary and what they hang on."""
-    result: dict[str, dict[str, set[str]]] = {}
+def components(ccd: Path) -> dict[str, Component]:
+    """Return the components of a dictionary file."""
+    result: dict[str, Component] = {}
     for block in cif.read(str(ccd)):
-        atoms = block.find("_chem_comp_atom.", ["atom_id", "type_symbol", "pdbx_leaving_atom_flag"])
-        leaving = {a.str(0): set[str]() for a in atoms if a[1] not in ("H", "D") and a[2] == "Y"}
-        for bond in block.find("_chem_comp_bond.", ["atom_id_1", "atom_id_2"]):
-            for one, two in ((bond.str(0), bond.str(1)), (bond.str(1), bond.str(0))):
-                if one in leaving:
-                    leaving[one].add(two)
-        result[block.name] = leaving
+        table = block.find("_chem_comp_atom.", ["atom_id", "type_symbol", "pdbx_leaving_atom_flag"])
+        heavy = {row.str(0): row[2] == "Y" for row in table if row[1] not in ("H", "D")}
+        pairs = block.find("_chem_comp_bond.", ["atom_id_1", "atom_id_2"])
+        bonds = [(row.str(0), row.str(1)) for row in pairs]
+        bonds = [bond for bond in bonds if set(bond) <= heavy.keys()]
+        leaving = {
+            name: {other for bond in bonds if name in bond for other in bond if other != name}
+            for name, leaves in heavy.items()
+            if leaves
+        }
+        result[block.name] = Component(list(heavy), bonds, leaving)
     return result
 
 
@@ -67,13 +80,13 @@ def _linked_atoms(st: gemmi.Structure) -> dict[tuple[str, str], set[str]]:
     return result
 
 
-def _gone(leaving: dict[str, set[str]], seen: gemmi.Residue | None, anchors: set[str]) -> int:
-    """Return the number of leaving atoms that hang on ``anchors`` and are not seen."""
+def _gone(part: Component, seen: gemmi.Residue | None, anchors: set[str]) -> set[str]:
+    """Return the leaving atoms that hang on ``anchors`` and are not seen."""
     names = set() if seen is None else {a.name for a in seen if a.occ > 0}
-    return sum(bool(near & anchors) and atom not in names for atom, near in leaving.items())
+    return {atom for atom, near in part.leaving.items() if near & anchors and atom not in names}
 
 
-def count(path: Path, heavy: dict[str, int], leaving: dict[str, dict[str, set[str]]]) -> Counts:
+def count(path: Path, known: dict[str, Component]) -> Counts:
     """Count the first assembly of an entry after the removals of the specification."""
     st = gemmi.read_structure(str(path))
     st.setup_entities()
@@ -90,42 +103,80 @@ def count(path: Path, heavy: dict[str, int], leaving: dict[str, dict[str, set[st
     for subchain in {r.subchain for chain in st[0] for r in chain}:
         n = copies[subchain] if st.assemblies else 1
         entity = entity_of[subchain]
+        parts = [r for chain in st[0] for r in chain if r.subchain == subchain]
         if entity.entity_type == gemmi.EntityType.Polymer:
             result.polymer_chains += n
             codes = [gemmi.Entity.first_mon(item) for item in entity.full_sequence]
-            seen = {r.label_seq: r for chain in st[0] for r in chain if r.subchain == subchain}
+            codes = ["MET" if code == "MSE" else code for code in codes]
+            seen = {r.label_seq: r for r in parts}
+            result.bonds += n * _along(codes, seen)
             for i, code in enumerate(codes):
-                code = "MET" if code == "MSE" else code
-                result.residues += n
-                terminal = 0
-                if code in AMINO:
-                    terminal = 0 if code == "UNK" and heavy[code] == 6 else 1
-                elif code in NUCLEIC:
-                    terminal = 1
-                size = heavy[code] - terminal
-                if not terminal and code != "UNK":
+                own = seen.get(i + 1)
+                terminal = {"OXT", "OP3"} & set(known[code].atoms)
+                if code in AMINO + NUCLEIC:
+                    gone = terminal
+                else:
                     anchors = {"C", "O3'"} if i + 1 < len(codes) else set[str]()
                     anchors |= {"N", "P"} if i else set()
-                    own = seen.get(i + 1)
                     if own is not None:
                         anchors |= linked.get((subchain, str(own.seqid)), set())
-                    size -= _gone(leaving[code], own, anchors)
-                result.atoms += n * size
-                whole = terminal and (subchain, i + 1) not in bonded
-                result.tokens += n * (1 if whole else size)
+                    gone = _gone(known[code], own, anchors)
+                atoms, bonds = known[code].without(gone)
+                result.residues += n
+                result.atoms += n * atoms
+                result.bonds += n * bonds
+                whole = code in AMINO + NUCLEIC and (subchain, i + 1) not in bonded
+                result.tokens += n * (1 if whole else atoms)
                 if not whole:
                     result.atomized[code] += n
             continue
-        parts = [r for chain in st[0] for r in chain if r.subchain == subchain]
-        parts = [r for r in parts if r.name not in ("HOH", "DOD", *(AIDS if xray else ()))]
+        parts = [r for r in parts if not _dropped(r, xray)]
         result.ligand_chains += n * bool(parts)
         result.residues += n * len(parts)
-        size = sum(heavy[r.name] for r in parts)
         for r in parts:
-            size -= _gone(leaving[r.name], r, linked.get((subchain, str(r.seqid)), set()))
-        result.atoms += n * size
-        result.tokens += n * size
+            anchors = linked.get((subchain, str(r.seqid)), set())
+            atoms, bonds = known[r.name].without(_gone(known[r.name], r, anchors))
+            result.atoms += n * atoms
+            result.bonds += n * bonds
+            result.tokens += n * atoms
+    result.bonds += _links(st, copies, xray)
     return result
+
+
+def _dropped(residue: gemmi.Residue, xray: bool) -> bool:
+    return residue.name in ("HOH", "DOD", *(AIDS if xray else ()))
+
+
+def _along(codes: list[str], seen: dict[int, gemmi.Residue]) -> int:
+    """Return the number of bonds between neighbours of a sequence that are not torn."""
+    total = 0
+    for i in range(1, len(codes)):
+        ends = [("C", "N"), ("O3'", "P")][codes[i] in NUCLEIC or codes[i - 1] in NUCLEIC]
+        left, right = seen.get(i), seen.get(i + 1)
+        torn = False
+        if left is not None and right is not None and ends[0] in left and ends[1] in right:
+            torn = left[ends[0]][0].pos.dist(right[ends[1]][0].pos) > LONGEST
+        total += not torn
+    return total
+
+
+def _links(st: gemmi.Structure, copies: Counter[str], xray: bool) -> int:
+    """Return the number of covalent bonds that join a ligand to something."""
+    found: dict[frozenset[tuple[str, str, str]], int] = {}
+    for link in st.connections:
+        if link.type != gemmi.ConnectionType.Covale or link.asu == gemmi.Asu.Different:
+            continue
+        ends = [st[0].find_cra(end) for end in (link.partner1, link.partner2)]
+        if any(end.atom is None or _dropped(end.residue, xray) for end in ends):
+            continue
+        if all(end.residue.entity_type == gemmi.EntityType.Polymer for end in ends):
+            continue
+        if ends[0].atom.pos.dist(ends[1].atom.pos) > LONGEST:
+            continue
+        key = frozenset((e.residue.subchain, str(e.residue.seqid), e.atom.name) for e in ends)
+        n = min(copies[e.residue.subchain] for e in ends) if st.assemblies else 1
+        found[key] = n
+    return sum(found.values())
 
 
 def _bonded(st: gemmi.Structure) -> set[tuple[str, int]]:

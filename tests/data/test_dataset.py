@@ -125,7 +125,7 @@ def test_filters_count_reasons(tmp_path: Path) -> None:
     }
     strict = dataclasses.replace(config, release_cutoff="2019-01-01", max_resolution=1.0)
     with pytest.raises(UsageError, match="none of 6 entries is usable") as error:
-        Entries(dataclasses.replace(strict, max_chains=0))
+        Entries(dataclasses.replace(strict, max_chains=1))
     assert "released after 2019-01-01" in str(error.value)
     with pytest.raises(UsageError, match="YYYY-MM-DD"):
         Entries(dataclasses.replace(config, release_cutoff="last year"))

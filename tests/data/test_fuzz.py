@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import damaged
+from damage import PLAIN_DAMAGE, damaged
+from poses import posed_ligand, sdf
 
 from tpf.config import DataConfig
 from tpf.data.ccd import Dictionary
 from tpf.data.crop import crop
 from tpf.data.features import featurize
+from tpf.data.ligands import define_ligand
 from tpf.data.load import load_tables
 from tpf.data.tokens import tokenize
-from tpf.errors import DataError
+from tpf.errors import DataError, UsageError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "data" / "examples"
 LONGEST = 20.0
@@ -63,6 +65,31 @@ def test_damaged_examples(tmp_path: Path) -> None:
     small = [file for file in files if file.name[:4] in ("1ubq", "1a8o", "4zey", "5i55")]
     outcomes = run(small, 60, tmp_path)
     assert outcomes["sample"] > 5 and outcomes["parse"] > 5 and outcomes["read"] > 2
+
+
+def test_damaged_poses_and_smiles_are_defined_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("rdkit")
+    part, pos = posed_ligand(EXAMPLES / "4cup.cif.gz", "ZYB")
+    outcomes: Counter[str] = Counter()
+    for k in range(120):
+        rng = np.random.default_rng(k)
+        if k % 2:
+            letters = list("CC1CN(CCO1)Cc1ccc(cc1)C(=O)Nc1cccc(c1)-c1ccc[nH]1")
+            for place in rng.integers(len(letters), size=1).tolist():
+                letters[place] = str(rng.choice(list("CNOSCNOSF[]()=#@+-12%./*$")))
+            source = "".join(letters)
+        else:
+            damage = PLAIN_DAMAGE[k // 2 % len(PLAIN_DAMAGE)]
+            source = str(tmp_path / f"{k}.sdf")
+            text = sdf(part, pos, v3000=bool(k // 2 % 2)).encode()
+            Path(source).write_bytes(damage(text, rng))
+        try:
+            assert len(define_ligand(source).component)
+            outcomes["defined"] += 1
+        except (DataError, UsageError) as error:
+            assert "\n" not in str(error).replace(source, "")
+            outcomes["refused"] += 1
+    assert outcomes["defined"] > 5 and outcomes["refused"] > 50
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def test_a_damaged_record_is_one_clear_line(
         ("c1cccc1", "RDKit refuses it .*kekulize"),
         ("CCO.Cl", "2 parts"),
         ("xx", "not a valid SMILES"),
+        ("x" * 300, "not a valid SMILES"),
         ("*CC", "no element"),
         ("[H][H]", "no heavy atoms"),
         ("absent.sdf", "no such file"),

@@ -254,11 +254,15 @@ def test_names_and_tables_find_alignments(tmp_path: Path) -> None:
             AlignmentFolder(path)
 
 
-def test_a_training_sample_holds_some_of_the_rows() -> None:
+def test_a_sample_holds_some_of_the_rows_and_of_whole_entries_always_as_many() -> None:
     alignment = parse_a3m(">q\nMFAG\n" + ">x\nAAAA\n" * 50)
     tokens = make_tokens(make_tables([(PROTEIN, ["MET", "PHE", "ALA", "GLY"])]))
     index = np.arange(4)
     for seed in range(20):
         f = msa_features(tokens, index, {1: alignment}, 100, np.random.default_rng(seed), 5)
         assert 1 <= len(f["msa"]) <= 5 and (f["msa"][0].argmax(-1) == tokens.restype).all()
+        f = msa_features(
+            tokens, index, {1: alignment}, 100, np.random.default_rng(seed), 5, vary_depth=False
+        )
+        assert len(f["msa"]) == 5 and (f["msa"][0].argmax(-1) == tokens.restype).all()
     assert len(msa_features(tokens, index, {1: alignment}, 100, None, 5)["msa"]) == 51

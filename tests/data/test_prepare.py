@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pool_jobs
 import pytest
 from test_dataset import make_entry, same, stored, write_store
 from typer.testing import CliRunner
@@ -20,12 +19,13 @@ from tpf.cli.app import app
 from tpf.config import DataConfig
 from tpf.data import store
 from tpf.data.dataset import CropDataset
-from tpf.data.pool import map_files
 from tpf.data.prepare import Prepared, prepare
 from tpf.data.records import Entries, Record, Skipped
 from tpf.data.store import Parsed
 from tpf.data.tables import Tables, Tokens
 from tpf.errors import DataError, TpfError, UsageError
+
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 
 
 @pytest.fixture
@@ -176,25 +176,16 @@ def test_changed_and_lost_entries_are_prepared_again(files: Path, tmp_path: Path
     assert [r.id for r in found.records] == ["1a8o", "1ubq"]  # equal content counts once
 
 
-def test_memory_is_bounded(files: Path, tmp_path: Path) -> None:
-    results = list(prepare(str(files), tmp_path / "out", memory=0.25))
-    assert names(results)["1ubq"] is Record
-    found = list(map_files(pool_jobs.hungry, ["a", "b"], 1, str, memory=0.25))
-    assert found == ["too much", "too much"]
-
-
-def test_a_crash_costs_one_file() -> None:
-    found = list(
-        map_files(pool_jobs.mortal, [str(k) for k in range(12)], 2, lambda file: f"{file} died")
-    )
-    assert found == ["0", "1", "2", "3 died", *map(str, range(4, 12))]
+def test_a_bounded_process_does_its_work(files: Path, tmp_path: Path) -> None:
+    results = list(prepare(str(files), tmp_path / "out", memory=0.25, seconds=60))
+    assert names(results) == {"1a8o": Record, "1bna": Record, "1ubq": Record, "bad": Skipped}
 
 
 def test_alignments_are_stored_with_the_entries(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     msa = tmp_path / "msa"
     msa.mkdir()
-    query = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+    query = UBIQUITIN
     (msa / "1ubq_A.a3m").write_text(f">q\n{query}\n>h OX=9606\naa{query[:-2]}--\n")
     (msa / "1ubq_A_pairing.a3m").write_text(f">q\n{query}\n>p OX=10090\n{query}\n")
     found = {p.result.id: p.result for p in prepare(str(files), out, msa=str(msa))}
@@ -213,6 +204,57 @@ def test_alignments_are_stored_with_the_entries(files: Path, tmp_path: Path) -> 
             np.testing.assert_array_equal(x.rows, y.rows)
             np.testing.assert_array_equal(x.deletions, y.deletions)
             np.testing.assert_array_equal(x.species, y.species)
+
+
+def test_changed_alignments_are_stored_again(files: Path, tmp_path: Path) -> None:
+    """The entry that an alignment belongs to is stored anew, from what is stored of it."""
+    out, msa = tmp_path / "out", tmp_path / "msa"
+    msa.mkdir()
+    (msa / "1ubq_A.a3m").write_text(f">q\n{UBIQUITIN}\n")
+
+    def rows() -> dict[str, int]:
+        found = Entries(DataConfig(path=str(out)))
+        loaded = {record.id: found.cache.get(record.path).alignments for record in found.records}
+        return {name: len(parts[1].rows) for name, parts in loaded.items() if 1 in parts}
+
+    def again(shard: tuple[int, int] = (1, 1)) -> dict[str, type]:
+        return names(list(prepare(str(files), out, msa=str(msa), shard=shard)))
+
+    assert len(again()) == 4 and rows() == {"1ubq": 1}
+    assert again() == {}
+    (msa / "1ubq_A.a3m").write_text(f">q\n{UBIQUITIN}\n>h\n{'A' * 76}\n")
+    (msa / "of_none.a3m").write_text(">q\nAAAA\n")
+    for file in files.iterdir():  # nothing is parsed again
+        stamp = file.stat().st_mtime_ns
+        file.write_bytes(b"broken")
+        os.utime(file, ns=(stamp, stamp))
+    assert [set(again((k, 4))) for k in (1, 2, 3, 4)] == [set(), set(), {"1ubq"}, set()]
+    assert rows() == {"1ubq": 2} and again() == {}
+    (msa / "1ubq_A.a3m").unlink()
+    (msa / "1bna_A.a3m").write_text(">q\nCGCGAATTCGCG\n")
+    assert again() == {"1bna": Record, "1ubq": Record}
+    assert rows() == {"1bna": 1}
+
+
+def test_a_bad_alignment_is_tried_again_when_it_changes(files: Path, tmp_path: Path) -> None:
+    out, msa = tmp_path / "out", tmp_path / "msa"
+    msa.mkdir()
+    (msa / "1ubq_A.a3m").write_text(f">q\n{UBIQUITIN}\n>short\nAAA\n")
+    found = {p.result.id: p.result for p in prepare(str(files), out, msa=str(msa))}
+    assert isinstance(found["1ubq"], Skipped) and found["1ubq"].stage == "msa"
+    (msa / "1ubq_A.a3m").write_text(f">q\n{UBIQUITIN}\n")
+    assert names(list(prepare(str(files), out, msa=str(msa)))) == {"1ubq": Record}
+
+
+def test_the_line_written_last_counts(tmp_path: Path) -> None:
+    """Whatever the shard that wrote it, and if a file got an older time."""
+    store.open_store(tmp_path)
+    for shard, written, mtime in (((1, 1), 2, 5), ((2, 3), 1, 9)):
+        failed = {"id": "x", "stage": str(shard), "reason": ""}
+        line = {"source": "/x.cif", "mtime_ns": mtime, "written": written, "failed": failed}
+        with store.open_index(tmp_path, shard) as index:
+            store.append_index(index, line)
+    assert [line["failed"]["stage"] for line in store.read_index(tmp_path)] == ["(1, 1)"]
 
 
 def test_training_from_a_cache_reads_no_structure_file(files: Path, tmp_path: Path) -> None:

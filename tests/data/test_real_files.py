@@ -1,6 +1,7 @@
 """Entries of the archive and broken files: all are read or refused with a reason.
 
-The counts are compared with those of ``independent`` (gemmi's own reader).
+Chains, residues, atoms, bonds, tokens and atomised residues are compared with what ``independent``
+counts (gemmi's own reader).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from independent import Counts, count, heavy_atoms, leaving_atoms
+from independent import Counts, components, count
 from test_write_mmcif import differences
 
 from tpf.data.cif import entry_name
 from tpf.data.load import load_tables
 from tpf.data.tables import LIGAND, PROTEIN, Tables, Tokens
 from tpf.data.tokens import tokenize
-from tpf.data.write import write_mmcif
 from tpf.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -95,6 +95,7 @@ DIFFERENT = {
     "2a79": "chains of UNK, potassium ions on the axis",
     "3ek3": "unknown ligands",
     "5lwx": "copper within 1.7 Angstrom of a peroxide",
+    "4gxy": "the bond of cobalt to the adenosyl of a cobalamin is torn",
     "7o1t": "iron within 1.7 Angstrom of a cyanide",
     "7x9k": "two ligands that alternate in one place",
     "8jjs": "a cross-link took an atom and is then removed",
@@ -111,6 +112,7 @@ def observed(tokens: Tokens) -> Counts:
         ligand_chains=int((~polymer).sum()),
         residues=len(t.res_name),
         atoms=len(t.atom_name),
+        bonds=len(t.bonds),
         tokens=len(tokens),
         atomized=Counter(t.res_name[split].tolist()),
     )
@@ -118,12 +120,11 @@ def observed(tokens: Tokens) -> Counts:
 
 @pytest.mark.parametrize("folder", ["general", "kinase"])
 def test_counts_against_an_independent_reader(folder: str) -> None:
-    ccd = SHARED / "ccd" / "ccd_subset.cif.gz"
-    heavy, leaving = heavy_atoms(ccd), leaving_atoms(ccd)
+    known = components(SHARED / "ccd" / "ccd_subset.cif.gz")
     compared = 0
     for name in names_in(folder):
         if name not in DIFFERENT:
-            expected = count(SHARED / folder / f"{name}.cif.gz", heavy, leaving)
+            expected = count(SHARED / folder / f"{name}.cif.gz", known)
             assert observed(load(folder, name)) == expected, name
             compared += 1
     assert compared >= 31
@@ -294,27 +295,6 @@ def test_edited_copies_give_the_tables_of_the_original(name: str) -> None:
     copy, original = load("torture", name).tables, load("general", SAME_AS[name]).tables
     allowed = {"release_date"} | ({"auth_chain"} if name == "auth_columns_absent" else set())
     assert set(differences(copy, original)) <= allowed
-
-
-ROUND_TRIP = ["1ubq", "1en2", "2q2k", "3hax", "1gbt", "2dty", "4gxy", "6lu7", "7x9k", "1ema"]
-
-
-@pytest.mark.parametrize("name", ROUND_TRIP)
-def test_round_trip(name: str, tmp_path: Path) -> None:
-    tables = load("general", name).tables
-    write_mmcif(tmp_path / "x.cif.gz", tables)
-    assert differences(tables, load_tables(tmp_path / "x.cif.gz")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["general", "kinase", "kinase_from_pdb", "torture"])
-def test_round_trip_of_everything(folder: str, tmp_path: Path) -> None:
-    for name in names_in(folder):
-        if (folder, name) in REFUSED or name in NOT_READ:
-            continue
-        tables = load(folder, name).tables
-        write_mmcif(tmp_path / "x.cif", tables)
-        assert differences(tables, load_tables(tmp_path / "x.cif")) == [], name
 
 
 def test_reading_is_fast() -> None:

@@ -305,7 +305,8 @@ def test_multiplication_opcheck_and_leading_axes() -> None:
         z.new_empty(0),
         "torch",
     )
-    torch.library.opcheck(library.tri_mul_bwd, gradients)
+    for train_weights in (True, False):
+        torch.library.opcheck(library.tri_mul_bwd, (*gradients, train_weights))
     one = triangle_multiplication(z[0], mask[0], TriMulWeights(*w), "outgoing")
     both = triangle_multiplication(z, mask, TriMulWeights(*w), "outgoing")
     torch.testing.assert_close(one, both[0])

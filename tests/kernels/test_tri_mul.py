@@ -19,26 +19,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 import emulate  # noqa: E402
 from emulate import emulated  # noqa: E402
 
-from tpf.kernels import jit, library, reference, tri_attn, tri_mul, tri_mul_bwd  # noqa: E402
+from tpf.kernels import (  # noqa: E402
+    jit,
+    library,
+    reference,
+    tri_attn,
+    tri_mul,
+    tri_mul_bwd,
+    tri_mul_layout,
+)
 from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication  # noqa: E402
+from tpf.kernels.tri_mul_layout import Sizes  # noqa: E402
 
 NAMES = ("update", "dz", *TriMulWeights._fields)
 LIMIT, WEIGHT_LIMIT = 1e-2, 2e-2
 """Relative L2 error of bf16 kernels (weights: of few positions); bf16 PyTorch is at 5e-3 - 7e-3."""
 
 
-def load_check() -> ModuleType:
-    """Import benchmarks/trimul_check.py, which holds the table of cases."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "trimul_check.py"
-    spec = importlib.util.spec_from_file_location("trimul_check", path)
+def load(name: str) -> ModuleType:
+    """Import a module of benchmarks/."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["trimul_check"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-check = load_check()
+check = load("trimul_check")
+variants = load("trimul_variants")
 
 
 def weights(c: int, hidden: int) -> TriMulWeights:
@@ -95,6 +105,10 @@ def make_mask(kind: str | None, shape: tuple[int, ...]) -> Tensor | None:
         (1, 14, 64, 64, "outgoing", None),  # one pass
         (1, 9, 64, 64, "incoming", "bfloat16"),
         (1, 9, 128, 128, "incoming", "bool"),  # two passes, teams of two
+        (2, 5, 144, 144, "incoming", "float32"),  # slices; the backward is not fused
+        pytest.param(1, 9, 256, 256, "outgoing", "bool", marks=pytest.mark.slow),
+        pytest.param(2, 7, 192, 208, "incoming", None, marks=pytest.mark.slow),
+        pytest.param(1, 66, 256, 16, "outgoing", "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 12, 128, 128, "outgoing", None, marks=pytest.mark.slow),
         pytest.param(1, 10, 96, 96, "outgoing", "bool", marks=pytest.mark.slow),
         pytest.param(1, 8, 48, 80, "outgoing", "bool", marks=pytest.mark.slow),
@@ -124,6 +138,61 @@ def test_layouts_that_the_copy_engine_cannot_read_are_copied() -> None:
     compare(z, None, weights(16, 16), "incoming")
     row = torch.randn(1, 1, 6, 16).bfloat16().expand(1, 6, 6, 16)
     compare(row, None, weights(16, 16), "incoming")
+
+
+@pytest.mark.parametrize("c", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("impl", ["cuda", "torch"])
+def test_frozen_weights_get_no_gradients(
+    c: int, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of z is the same to the bit, and the last kernel is not launched."""
+    z, w = torch.randn(1, 9, 9, c).bfloat16(), weights(c, c)
+    dout, z2 = torch.randn_like(z), z.clone().requires_grad_()
+    launched = []
+    prepare = tri_mul.Variant.prepare
+
+    def watch(variant: tri_mul.Variant, *args: Any) -> Any:
+        launched.append(variant.name)
+        return prepare(variant, *args)
+
+    with emulated():
+        want = results(z, None, w, "outgoing", dout, impl)[1]
+        monkeypatch.setattr(tri_mul.Variant, "prepare", watch)
+        out = library.multiplication(z2, None, w, "outgoing", impl)
+        out.backward(dout)
+    assert z2.grad is not None and torch.equal(z2.grad, want)
+    assert all(x.grad is None for x in w)
+    assert "tri_mul_grads" not in launched
+    assert ("tri_mul_bwd_out" in launched) == (impl == "cuda")
+
+
+@pytest.mark.parametrize("impl", ["cuda", "torch"])
+def test_one_trained_weight_is_enough(impl: str) -> None:
+    z, w = torch.randn(1, 6, 6, 16).bfloat16(), weights(16, 16)
+    dout = torch.randn_like(z)
+    with emulated():
+        want = results(z, None, w, "incoming", dout, impl)
+        w.linear_g.requires_grad_()
+        library.multiplication(z, None, w, "incoming", impl).backward(dout)
+    assert w.linear_g.grad is not None
+    assert torch.equal(w.linear_g.grad, want[NAMES.index("linear_g")])
+
+
+@pytest.fixture
+def tuned() -> Iterator[None]:
+    """Undo ``variants.use``."""
+    before = tri_mul_layout.TUNING
+    yield
+    variants.use(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize("name", [name for name in variants.VARIANTS if name != "now"])
+def test_variants_against_fp64(name: str) -> None:
+    variants.use(variants.VARIANTS[name])
+    z = torch.randn(2, 7, 7, 128).bfloat16()
+    compare(z, make_mask("bool", (2, 7, 7)), weights(128, 128), "incoming")
 
 
 def test_autocast_and_weights_in_bf16() -> None:
@@ -177,7 +246,7 @@ def test_fake_tensors_have_the_shapes_of_the_kernels() -> None:
 
 @pytest.mark.parametrize(
     ("c", "hidden", "message"),
-    [(24, 16, "the z has 24 channels"), (16, 144, "hidden layer has 144 channels"),
+    [(24, 16, "the z has 24 channels"), (16, 272, "hidden layer has 272 channels"),
      (16, 16, "z is on cpu")],
 )  # fmt: skip
 def test_unsupported_inputs_are_named(c: int, hidden: int, message: str) -> None:
@@ -200,13 +269,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def all_variants(sizes: Sizes) -> dict[str, tri_mul.Variant]:
+    found = dict(tri_mul.forward_variants(sizes))
+    return found | (tri_mul_bwd.backward_variants(sizes) if sizes.fused_backward else {})
+
+
 def compiled_variants() -> list[Any]:
     found = []
-    for c, hidden in ((128, 128), (64, 64), (32, 32), (96, 96), (16, 128), (128, 32), (48, 80)):
-        sizes = tri_mul.Sizes(c, hidden)
-        variants = tri_mul.forward_variants(sizes) | tri_mul_bwd.backward_variants(sizes)
-        marks = [] if c == hidden and c % 64 == 0 else [pytest.mark.slow]
-        for name, variant in variants.items():
+    narrow = (128, 128), (64, 64), (32, 32), (96, 96), (16, 128), (128, 32), (48, 80)
+    for c, hidden in (*narrow, (256, 256), (192, 192), (144, 208), (256, 16), (16, 256)):
+        marks = [] if c == hidden and c % 128 == 0 or c == 64 else [pytest.mark.slow]
+        for name, variant in all_variants(Sizes(c, hidden)).items():
             found.append(pytest.param(variant, marks=marks, id=f"{name}-{c}-{hidden}"))
     return found
 
@@ -227,13 +300,11 @@ def test_compiles_without_spills(variant: tri_mul.Variant) -> None:
 
 def test_a_stage_serves_one_user() -> None:
     """Waiting by parity sees one lap only, so users that take turns need stages of their own."""
-    for c in range(16, 129, 16):
-        for hidden in range(16, 129, 16):
-            sizes = tri_mul.Sizes(c, hidden)
+    for c in range(16, 257, 16):
+        for hidden in range(16, 257, 16):
+            sizes = Sizes(c, hidden)
             users = {"tri_mul_bwd_out": 2 // sizes.c_tiles}
-            for name, variant in (
-                tri_mul.forward_variants(sizes) | tri_mul_bwd.backward_variants(sizes)
-            ).items():
+            for name, variant in all_variants(sizes).items():
                 if (stages := variant.defines.get("STAGES")) is None:
                     continue
                 default = 2 // sizes.team if name.startswith("tri_mul_bwd_in") else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         read_json(tmp_path)
     for text in ("[]", "{}"):
         (tmp_path / "metrics.json").write_text(text)
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=f"{tmp_path}/metrics.json: .* output of tpf validate"):
             read_json(tmp_path)
 
 
@@ -124,6 +125,12 @@ def test_comparison_of_a_constant_shift() -> None:
     found = compare(validation(0.01), validation(), resamples=200)
     assert (found.value, found.low, found.high) == pytest.approx((0.01, 0.01, 0.01))
     assert found.metrics == ("lddt_intra_protein",)
+
+
+def test_the_order_of_targets_does_not_matter() -> None:
+    one, two = validation(0.01), validation()
+    turned = dataclasses.replace(two, targets=two.targets[::-1])
+    assert compare(one, turned, resamples=50) == compare(one, two, resamples=50)
 
 
 def test_comparison_refuses_different_validations() -> None:

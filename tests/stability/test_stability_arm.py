@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+from collections import Counter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from tpf import checkpoint
-from tpf.bench.backends import plain_attention
+from tpf.bench import backends, trimul_backends
+from tpf.bench.swap import Choice
 from tpf.config import Config, load, to_yaml
 from tpf.kernels.ops import triangle_attention
 from tpf.model.model import Model
 from tpf.report.train import read_records
-from tpf.stability import faults
+from tpf.stability import faults, operators
 from tpf.stability.arm import Outcome, Task, read_outcome, run_arm
-from tpf.stability.attention import Rerouted, reroute
 from tpf.stability.probe import EVERY, digest, magnitudes
 from tpf.stability.results import collect, read_curve
 from tpf.stability.study import Arm, Settings, Study, arms
@@ -96,6 +100,23 @@ def test_verdicts_of_all_kinds(finished: Study) -> None:
     row = next(row for row in results.rows if row["impl"] == "nan:4")
     assert row["nonfinite_update"] == 4 and row["updates"] == 3
     assert "first not finite: module msa_module.blocks.0" in row["reason"]
+
+
+def test_loss_curves_of_a_sound_and_of_a_faulty_arm(finished: Study) -> None:
+    """The configuration is FP32, so that the arm in FP32 is the reference arm once more."""
+    from benchmarks import loss_curve
+
+    impls = ("torch", "torch@fp32", "eager")
+    settings = dataclasses.replace(finished.settings, impls=impls, faults=("noise:1e4",))
+    study = dataclasses.replace(finished, settings=settings)
+    assert not loss_curve.document(collect(study), UPDATES)["complete"]
+    run_one(finished, "torch@fp32")
+    found = loss_curve.document(collect(study), UPDATES)
+    assert found["complete"] and found["reference_distance"] == 0
+    assert found["curves"]["torch"] == found["curves"]["torch@fp32"]
+    judged = {name: backend["holds"] for name, backend in found["backends"].items()}
+    assert judged == {"eager": True, "noise:1e4": False}
+    json.dumps(found)
 
 
 def test_arms_share_start_and_batches(finished: Study) -> None:
@@ -195,24 +216,51 @@ def test_nan_appears_in_its_update_only() -> None:
     assert attend(*_inputs(), None).isnan().all()
 
 
-def test_rerouted_layers_compute_what_the_others_do() -> None:
-    torch.manual_seed(1)
-    model = Model(CONFIG.model)
-    with torch.no_grad():
-        for parameter in model.parameters():  # layers that start at zero would hide a difference
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    block = model.pairformer_stack.blocks[0].pair_stack.eval()
-    z = torch.randn(1, 9, 9, CONFIG.model.c_z)
-    mask = (torch.rand(1, 9, 9) > 0.3) | torch.eye(9, dtype=torch.bool)  # no slice without keys
-    names = set(model.state_dict())
-    expected = block(z, mask)
-    reroute(model, plain_attention)
-    assert isinstance(block.tri_att_start, Rerouted) and isinstance(block.tri_att_end, Rerouted)
-    torch.testing.assert_close(block(z, mask), expected)
-    assert set(model.state_dict()) == names
-    weight = block.tri_att_start.mha.linear_q.weight
-    (gradient,) = torch.autograd.grad(block(z, mask).sum(), weight)
-    assert gradient.abs().max() > 0
+def test_a_third_party_brings_its_update_too(
+    study: Study, finished: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arm of cuEquivariance runs its attention and its update, and only in its own process."""
+    calls: Counter[str] = Counter()
+
+    def triangle_attention_(*operands: Any, mask: Any, scale: float) -> torch.Tensor:
+        calls["attention"] += 1
+        assert scale == CONFIG.model.tri_dim**-0.5
+        return triangle_attention(*operands, mask, impl="torch")
+
+    def update(
+        z: torch.Tensor, *, direction: Any, mask: torch.Tensor, **joined: torch.Tensor
+    ) -> torch.Tensor:
+        calls[direction] += 1
+        weights = trimul_backends._divided([joined[name] for name in trimul_backends.JOINED])
+        return trimul_backends.plain_update(z, mask, tuple(weights), direction)
+
+    module: Any = ModuleType("cuequivariance_torch")
+    module.__spec__ = ModuleSpec("cuequivariance_torch", None)
+    module.triangle_attention, module.triangle_multiplicative_update = triangle_attention_, update
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
+    for known in (backends.BACKENDS, trimul_backends.MULTIPLIERS):
+        anywhere = dataclasses.replace(known["cuequivariance"], needs="anything")
+        monkeypatch.setitem(known, "cuequivariance", anywhere)  # type: ignore[arg-type, misc]
+    arm = run_one(study, "cuequivariance", updates=2)
+    assert read_outcome(study.path / arm.folder) == Outcome("done", WARMUP + 2)
+    assert calls["attention"] == 2 * calls["outgoing"] == 2 * calls["incoming"] > 0
+    theirs, ours = (read_curve(study.path, a).column("loss") for a in (arm, Arm(16, "torch")))
+    assert theirs[0] == pytest.approx(ours[0], rel=2e-2)  # its update has weights in BF16
+    before = calls.total()
+    run_one(study, "sdpa", updates=1)
+    assert calls.total() == before
+
+
+def test_each_backend_has_its_own_two_operators() -> None:
+    assert operators.choice("protenix") == Choice("protenix", "cuequivariance")
+    assert operators.choice("turbopairformer") == Choice("turbopairformer", "turbopairformer")
+    assert operators.choice("sdpa") == Choice("sdpa", "torch")
+    device = torch.device("cpu")
+    assert operators.why_unavailable("torch", device) is None
+    assert operators.why_unavailable("eager", device) is None
+    reason = operators.why_unavailable("protenix", device)
+    assert reason == "not installed (pip install protenix)"
+    assert operators.why_unavailable("scalefold", device) == "has no public kernel"
 
 
 def test_magnitudes_are_those_of_the_projections() -> None:
@@ -281,6 +329,7 @@ def test_digest_sees_every_bit_name_and_shape() -> None:
     ]
     assert same not in {digest(other) for other in others}
     assert digest(torch.tensor(-0.0)) != digest(torch.tensor(0.0))
+    assert digest(torch.ones(()).expand(1)) == digest(torch.ones(1))
     assert digest(torch.ones(3, dtype=torch.bfloat16)) != digest(
         torch.zeros(3, dtype=torch.bfloat16)
     )

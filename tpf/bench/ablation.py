@@ -47,6 +47,13 @@ def forward_variant(name: str) -> Iterator[None]:
 def table_9(settings: Settings, record: Record) -> None:
     """Compare the variants of the forward in paired blocks, alone and with the backward."""
     lines: list[tuple[Cell, ...]] = []
+    header = ("N x D", "phase", "variant", "ms", "reduction, %")
+    note = (
+        f"{BLOCKS} paired blocks of {CALLS} calls a variant, order rotated in each block; mean of "
+        "the paired reductions against the baseline."
+    )
+    title = "Table 9: variants of the forward"
+    record.tables.append(Table(title, header, lines, text_columns=3, note=note))
     attend = record.open_backends(("cuda",), settings.device)["cuda"]
     for shape in settings.shapes:
         settings.say(f"forward variants, N = {shape.n}, D = {shape.dim}")
@@ -62,13 +69,6 @@ def table_9(settings: Settings, record: Record) -> None:
             lines += _paired_blocks(shape, phase, call, settings, record)
         forget(settings.device)
         record.save()
-    header = ("N x D", "phase", "variant", "ms", "reduction, %")
-    note = (
-        f"{BLOCKS} paired blocks of {CALLS} calls a variant, order rotated in each block; mean of "
-        "the paired reductions against the baseline."
-    )
-    title = "Table 9: variants of the forward"
-    record.tables.append(Table(title, header, lines, text_columns=3, note=note))
 
 
 def _paired_blocks(
@@ -114,6 +114,9 @@ def _block_means(timing: Timing) -> list[float]:
 def table_12(settings: Settings, record: Record) -> None:
     """Compare the paper's backward with ordered partials and with atomics."""
     lines: list[tuple[Cell, ...]] = []
+    header = ("N x D", "sums", "backward, ms", "change")
+    title = "Table 12: the paper's backward with atomics"
+    record.tables.append(Table(title, header, lines, text_columns=2))
     for shape in settings.shapes:
         settings.say(f"atomic variants, N = {shape.n}, D = {shape.dim}")
         inputs = make_inputs(shape, 0, settings.device, layout=settings.layout)
@@ -121,13 +124,11 @@ def table_12(settings: Settings, record: Record) -> None:
             calls = _atomic_calls(inputs)
             names, arms = [], []
             for name, call in calls.items():
-                try:
+                with record.case("paper", variant=name, **shape.fields()):
                     for _ in range(WARM_UP):
                         call()
                     arms.append(clock.prepare(call))
                     names.append(name)
-                except Exception as error:
-                    record.failed("paper", error, variant=name, **shape.fields())
             timings = dict(
                 zip(names, clock.measure(arms, rounds(len(arms), settings.reps)), strict=True)
             )
@@ -143,9 +144,6 @@ def table_12(settings: Settings, record: Record) -> None:
             lines.append((f"{shape.n} x {shape.dim}", name, timing.median, text))
         forget(settings.device)
         record.save()
-    header = ("N x D", "sums", "backward, ms", "change")
-    title = "Table 12: the paper's backward with atomics"
-    record.tables.append(Table(title, header, lines, text_columns=2))
 
 
 def _atomic_calls(inputs: Inputs) -> dict[str, Call]:

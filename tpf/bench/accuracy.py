@@ -128,10 +128,9 @@ def over_backends(
         mask = inputs.mask if valid_queries else None
         errors[FLOOR].append(compare(rounded(want), want, mask))
         for name, attend in list(alive.items()):
-            try:
+            with record.case(name, **fields) as case:
                 errors[name].append(compare(computed(attend, inputs), want, mask))
-            except Exception as error:
-                record.failed(name, error, **fields)
+            if case.failed:
                 del alive[name]
                 errors.pop(name, None)
     return errors
@@ -144,6 +143,9 @@ def figure_4(settings: Settings, record: Record) -> None:
     for kind in kinds:
         for masked in (False, True):
             lines: list[tuple[Cell, ...]] = []
+            title = f"Figure 4: {kind} inputs, {'random masks' if masked else 'no mask'}"
+            header = ("N x D", "tensor", *attends, FLOOR)
+            record.tables.append(Table(title, header, lines, text_columns=2, note=NOTE))
             for shape in settings.shapes:
                 settings.say(
                     f"accuracy, {kind}{', masked' * masked}, N = {shape.n}, D = {shape.dim}"
@@ -151,9 +153,6 @@ def figure_4(settings: Settings, record: Record) -> None:
                 lines += _one_case(shape, kind, masked, attends, settings, record)
                 forget(settings.device)
                 record.save()
-            title = f"Figure 4: {kind} inputs, {'random masks' if masked else 'no mask'}"
-            header = ("N x D", "tensor", *attends, FLOOR)
-            record.tables.append(Table(title, header, lines, text_columns=2, note=NOTE))
 
 
 def _one_case(

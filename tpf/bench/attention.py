@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tpf.bench.cases import Attend, Inputs, Settings, Shape, make_inputs
@@ -23,12 +25,16 @@ NOTE = (
 
 def table_8(settings: Settings, record: Record) -> None:
     """Time every backend at every shape."""
+    record.views.append(partial(_show, record))
     attends = record.open_backends(settings.impls, settings.device)
     for shape in settings.shapes:
         settings.say(f"attention, N = {shape.n}, D = {shape.dim}")
         _time_shape(shape, attends, settings, record)
         forget(settings.device)
         record.save()
+
+
+def _show(record: Record) -> None:
     timed = [row for row in record.rows if "median_ms" in row]
     record.tables.append(_table(timed))
     for phase in PHASES:
@@ -65,12 +71,11 @@ def _time_shape(
     arms: list[Arm] = []
     with Clock(settings.device) as clock:
         for name, attend in attends.items():
-            try:
+            with record.case(name, **shape.fields()) as case:
                 calls = calls_of(attend, inputs)
                 facts = [(clock.host_us(c), clock.peak_mib(c)) for c in calls.values()]
                 ready = [clock.prepare(call) for call in calls.values()]
-            except Exception as error:
-                record.failed(name, error, **shape.fields())
+            if case.failed:
                 continue
             for phase, (host_us, peak_mib) in zip(calls, facts, strict=True):
                 rows.append({"impl": name, "phase": phase, "host_us": host_us})

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tpf import doctor
 from tpf.bench import peers
 from tpf.bench.cases import Attend
+from tpf.bench.limits import TimedOut, time_limit
 from tpf.kernels.ops import Impl, triangle_attention
 
 RECOMPILES = 256
@@ -35,10 +36,12 @@ Operator = TypeVar("Operator")
 class Backend(Generic[Operator]):
     """One implementation: how to get it and what it needs."""
 
-    load: Callable[[], Operator]
+    load: Callable[[], Operator] | None
+    """None: there is nothing to load, for the reason ``absent``."""
     needs: Literal["anything", "gpu", "hopper"] = "gpu"
     peer: str = ""
     """Its name in ``tpf.doctor.BACKENDS``, which says how to install it, if it is a third party."""
+    absent: str = ""
 
 
 def configure_compiler() -> None:
@@ -146,13 +149,16 @@ BACKENDS: dict[str, Backend[Attend]] = {
     "megafold": Backend(peers.megafold, peer="megafold"),
     "deepspeed": Backend(peers.deepspeed, peer="deepspeed"),
     "turbopairformer": Backend(peers.turbopairformer, "hopper", peer="turbopairformer"),
+    "scalefold": Backend(None, absent="has no public kernel"),
 }
 """By the name that ``--impls`` takes. torch is the FP32 reference, eager the plain BF16 formula,
 flex compiled flex_attention, paper our forward with the paper's backward."""
 
 
-def open_backend(backend: Backend[Operator], device: torch.device) -> Operator:
-    """Return the function of a backend; raise ``UnavailableError`` with the reason otherwise."""
+def check_backend(backend: Backend[Operator], device: torch.device) -> Callable[[], Operator]:
+    """Return what loads a backend; raise ``UnavailableError`` if it is known not to run here."""
+    if backend.load is None:
+        raise UnavailableError(backend.absent)
     if backend.peer:
         module, how = doctor.BACKENDS[backend.peer]
         if importlib.util.find_spec(module) is None:
@@ -161,14 +167,26 @@ def open_backend(backend: Backend[Operator], device: torch.device) -> Operator:
         raise UnavailableError("needs an NVIDIA GPU")
     if backend.needs == "hopper" and torch.cuda.get_device_capability(device) != (9, 0):
         raise UnavailableError("needs a Hopper GPU (compute capability 9.0)")
+    return backend.load
+
+
+def open_backend(backend: Backend[Operator], device: torch.device, limit: float = 0.0) -> Operator:
+    """Return the function of a backend, whose import has ``limit`` seconds if that is not 0.
+
+    Raises ``UnavailableError`` with the reason if it cannot run.
+    """
+    load = check_backend(backend, device)
     try:
-        return backend.load()
+        with time_limit(limit):
+            return load()
     except Exception as error:
         raise UnavailableError(f"cannot be imported: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and the first line of an error, shortened."""
+    """Return the type and the first line of an error, shortened; a time-out as it says itself."""
+    if isinstance(error, TimedOut):
+        return str(error)
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0]}"[:200]
 

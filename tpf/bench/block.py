@@ -47,6 +47,11 @@ def bench_block(settings: Settings, record: Record) -> None:
     found = open_choices("block", chosen, settings.device, record)
     block = make_block(settings.device)
     lines: list[tuple[Cell, ...]] = []
+    header = (
+        "N", "backend", "wall, ms", "busy, ms", "launches", "host, ms", "peak, MiB",
+    )  # fmt: skip
+    title = "Pairformer block, forward + backward"
+    record.tables.append(Table(title, header, lines, text_columns=2, note=NOTE))
     for n in dict.fromkeys(shape.n for shape in settings.shapes):
         settings.say(f"block, N = {n}")
         lines += _time_crop(n, block, found, settings, record)
@@ -54,11 +59,6 @@ def bench_block(settings: Settings, record: Record) -> None:
             operators.forget()
         forget(settings.device)
         record.save()
-    header = (
-        "N", "backend", "wall, ms", "busy, ms", "launches", "host, ms", "peak, MiB",
-    )  # fmt: skip
-    title = "Pairformer block, forward + backward"
-    record.tables.insert(0, Table(title, header, lines, text_columns=2, note=NOTE))
     if settings.errors:
         _errors(found, settings, record)
 
@@ -82,16 +82,13 @@ def _time_crop(
     rows: dict[str, Row] = {}
     for name, operators in found.items():
         call = inside(operators, whole(block, x))
-        try:
+        with record.case(name, op="block", n=n) as case:
             for _ in range(WARM_UP):
                 call()
             rows[name] = _facts(call, clock, operators)
-        except Exception as error:
-            record.failed(name, error, op="block", n=n)
-            continue
-        finally:
-            forget(settings.device)
-        calls[name] = call
+        forget(settings.device)
+        if not case.failed:
+            calls[name] = call
     walls = clock.walls(list(calls.values()), rounds(len(calls), settings.reps))
     if clock.gpu:
         for name, call in calls.items():
@@ -171,15 +168,16 @@ def _errors(found: dict[str, Operators], settings: Settings, record: Record) -> 
     x = make_block_inputs(n, device)
     base: dict[str, float] = {}
     lines: list[tuple[Cell, ...]] = []
+    header = ("backend", *MAIN, f"worst ratio to {BASELINE}", "of", "repeatable")
+    note = "Relative L2 error in % against FP32 without autocast and dropout; all gradients judged."
+    record.tables.append(Table(f"Errors of the block at N = {n}", header, lines, note=note))
     for name, operators in ({BASELINE: reference} | found).items():
         compute = functools.partial(results, block, x, autocast=True)
-        try:
-            with operators.used():
-                for _ in range(VISITS):
-                    compute()
-                got, again = compute(), compute()
-        except Exception as error:
-            record.failed(name, error, op="block", n=n)
+        with record.case(name, op="block", n=n) as case, operators.used():
+            for _ in range(VISITS):
+                compute()
+            got, again = compute(), compute()
+        if case.failed:
             continue
         found_errors = {k: pair.rel_l2 for k, pair in compare(got, want).items()}
         base = base or found_errors
@@ -189,10 +187,7 @@ def _errors(found: dict[str, Operators], settings: Settings, record: Record) -> 
         _record_errors(name, n, found_errors, ratios, same, record)
         shown = (found_errors[k] for k in MAIN)
         lines.append((name, *shown, ratios[worst], worst, "yes" if same else "no"))
-    header = ("backend", *MAIN, f"worst ratio to {BASELINE}", "of", "repeatable")
-    note = "Relative L2 error in % against FP32 without autocast and dropout; all gradients judged."
-    record.tables.append(Table(f"Errors of the block at N = {n}", header, lines, note=note))
-    record.save()
+        record.save()
 
 
 def _record_errors(

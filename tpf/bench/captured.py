@@ -10,25 +10,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tpf.bench.accuracy import FLOOR, TENSORS, over_backends
+from tpf.bench.capture import capture, save_calls
 from tpf.bench.cases import Inputs, Settings
 from tpf.bench.record import Record, Table
 from tpf.errors import UsageError
 from tpf.report.html import Cell
 
 CAPTURE_HELP = (
-    "a safetensors file with the tensors I.q, I.k, I.v [B, O, H, N, D], I.bias [B, 1, H, N, N], "
-    "I.dout and, if masked, I.mask (bool [B, O, 1, 1, N]) for each captured call I = 0, 1, ..."
+    "the folder of a run, whose next step is captured, or a safetensors file with the tensors "
+    "I.q, I.k, I.v [B, O, H, N, D], I.bias [B, 1, H, N, N], I.dout and, if masked, I.mask (bool "
+    "[B, O, 1, 1, N]) for each captured call I = 0, 1, ..."
 )
 
 
 def table_6(settings: Settings, record: Record) -> None:
     """Replay captured calls of a training step in every backend; medians over the calls.
 
-    The output is judged on the query rows that the mask keeps.
+    The output is judged on the query rows that the mask keeps. Calls that are captured here are
+    written into the folder of the results.
     """
     if settings.capture is None:
-        raise UsageError(f"--table 6 needs --capture FILE: {CAPTURE_HELP}")
-    calls = read_capture(settings.capture, settings.device)
+        raise UsageError(f"--table 6 needs --capture RUN: {CAPTURE_HELP}")
+    if settings.capture.is_dir():
+        settings.say(f"capturing the next step of {settings.capture}")
+        calls = capture(settings.capture, settings)
+        if record.folder is not None:
+            save_calls(calls, record.folder / "calls.safetensors")
+    else:
+        calls = read_capture(settings.capture, settings.device)
     attends = record.open_backends(settings.impls, settings.device)
     errors = over_backends(calls, attends, record, {"inputs": "captured"}, valid_queries=True)
     lines: list[tuple[Cell, ...]] = []

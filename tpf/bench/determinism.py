@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -37,16 +39,16 @@ def figure_10(settings: Settings, record: Record) -> None:
     """Count per shape the inputs whose four gradients all repeat; ``seeds`` inputs each."""
     attends = record.open_backends(settings.impls, settings.device)
     passed: dict[str, list[int | None]] = {name: [] for name in attends}
+    record.views.append(partial(_show, settings, passed, record))
     for shape in settings.shapes:
         settings.say(f"determinism, N = {shape.n}, D = {shape.dim}")
         counts = {name: [0] * (1 + len(GRADIENTS)) for name in attends}
         for seed in range(settings.seeds):
             inputs = make_inputs(shape, seed, settings.device, layout=settings.layout)
             for name in list(counts):
-                try:
+                with record.case(name, **shape.fields()) as case:
                     good = repeatable(attends[name], inputs)
-                except Exception as error:
-                    record.failed(name, error, **shape.fields())
+                if case.failed:
                     del counts[name]
                     continue
                 both = [all(good), *good]
@@ -62,11 +64,15 @@ def figure_10(settings: Settings, record: Record) -> None:
                 )  # fmt: skip
         forget(settings.device)
         record.save()
+
+
+def _show(settings: Settings, passed: dict[str, list[int | None]], record: Record) -> None:
     shapes = [f"{s.n} x {s.dim}" for s in settings.shapes]
     total = settings.seeds * len(shapes)
-    lines: list[tuple[Cell, ...]] = [
-        (name, *found, f"{sum(n or 0 for n in found)}/{total}") for name, found in passed.items()
-    ]
+    lines: list[tuple[Cell, ...]] = []
+    for name, found in passed.items():
+        missing = [None] * (len(shapes) - len(found))
+        lines.append((name, *found, *missing, f"{sum(n or 0 for n in found)}/{total}"))
     note = (
         f"Inputs of {settings.seeds} whose dQ, dK, dV and dbias are all finite and bitwise equal "
         f"in {CALLS} calls."

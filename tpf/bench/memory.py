@@ -42,14 +42,14 @@ def memory(settings: Settings, record: Record) -> None:
         lines: list[tuple[Cell, ...]] = []
         try:
             for case in part(settings, record):
+                if not lines:
+                    record.tables.append(_table(case.op, lines))
                 settings.say(f"memory, {case.op}, N = {case.label}")
                 lines += _measure_case(case, settings, record)
                 record.save()
         except TpfError:  # no backend of this part: the notes say why
             continue
-        if lines:
-            ran = True
-            record.tables.append(_table(case.op, lines))
+        ran = ran or bool(lines)
     if not ran:
         raise TpfError(f"no backend can run here: {'; '.join(record.notes)}")
 
@@ -67,13 +67,11 @@ def _table(op: str, lines: list[tuple[Cell, ...]]) -> Table:
 def _measure_case(case: Case, settings: Settings, record: Record) -> list[tuple[Cell, ...]]:
     lines: list[tuple[Cell, ...]] = []
     for name, prepare in case.calls.items():
-        try:
+        with record.case(name, op=case.op, **case.fields) as tried:
             held, peak = _measure(prepare, settings.device)
-        except Exception as error:
-            record.failed(name, error, op=case.op, **case.fields)
+        forget(settings.device)
+        if tried.failed:
             continue
-        finally:
-            forget(settings.device)
         common = {"op": case.op, "impl": name, **case.fields}
         whole = "step" if case.op == "step" else "fwd_bwd"
         if held is not None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tpf.bench.cases import Attend
 
-NOTE = "ScaleFold has no public kernel, so it has no row."
 DROPPED_SCORE = -1e9
 """Additive score of a dropped key, for interfaces that take additive masks."""
 

@@ -6,8 +6,11 @@ import functools
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +18,10 @@ from typing import Any
 
 import torch
 
-from tpf.bench import backends, peers
+from tpf.bench import backends
 from tpf.bench.backends import Backend, Operator
 from tpf.bench.cases import Attend
+from tpf.bench.limits import time_limit
 from tpf.checkpoint import write_text
 from tpf.errors import TpfError, UsageError
 from tpf.kernels import jit
@@ -71,11 +75,20 @@ def _source_hash() -> str:
 
 
 @dataclass
+class Case:
+    """One backend on one shape."""
+
+    failed: bool = False
+
+
+@dataclass
 class Record:
     """The growing result of one study."""
 
     command: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    limit: float = 0.0
+    """Seconds that a backend has to be imported, or for a case; 0 sets no limit."""
     rows: list[Row] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
@@ -84,6 +97,8 @@ class Record:
     """Claims that did not hold; the command then ends with exit code 1."""
     folder: Path | None = None
     """Where ``save`` writes."""
+    views: list[Callable[[], None]] = field(default_factory=list)
+    """What makes tables and figures of the rows when the study ends, however it ends."""
 
     def open(self, folder: Path) -> None:
         """Make the folder of the results; raise ``UsageError`` if it exists or cannot be made."""
@@ -103,10 +118,7 @@ class Record:
 
     def open_backends(self, names: tuple[str, ...], device: torch.device) -> dict[str, Attend]:
         """Return the backends of attention that can run; see ``open_all``."""
-        found = self.open_all("attention", backends.BACKENDS, names, device)
-        if any(backends.BACKENDS[name].peer for name in names):
-            self.notes.append(peers.NOTE)
-        return found
+        return self.open_all("attention", backends.BACKENDS, names, device)
 
     def open_all(
         self,
@@ -122,7 +134,7 @@ class Record:
         found = {}
         for name in names:
             try:
-                found[name] = backends.open_backend(known[name], device)
+                found[name] = backends.open_backend(known[name], device, self.limit)
             except backends.UnavailableError as reason:
                 self.unavailable(op, name, reason)
         if not found:
@@ -134,6 +146,29 @@ class Record:
         self.add(op=op, impl=impl, error=str(reason))
         if (note := f"{impl}: {reason}") not in self.notes:
             self.notes.append(note)
+
+    @contextmanager
+    def case(self, impl: str, **fields: Any) -> Iterator[Case]:
+        """Let a backend run one case: its failure becomes a row, and so does a time-out.
+
+        One that does not even come back to Python ends the process with what has been measured.
+        """
+
+        def stuck() -> None:
+            reason = f"timed out after {self.limit:g} s and did not come back"
+            self.add(**{"op": "attention", "impl": impl, **fields, "error": reason})
+            self.notes.append(f"{impl}: {reason}; the study ended there, leave it out of --impls")
+            print(f"tpf: {self.notes[-1]}", file=sys.stderr, flush=True)
+            self.finish()
+            os._exit(1)
+
+        found = Case()
+        try:
+            with time_limit(self.limit, stuck):
+                yield found
+        except Exception as error:
+            found.failed = True
+            self.failed(impl, error, **fields)
 
     def failed(self, impl: str, error: BaseException, **fields: Any) -> None:
         """Record that a backend failed while it ran; ``op`` is attention unless given."""
@@ -163,9 +198,15 @@ class Record:
             shutil.rmtree(self.folder)
             self.folder = None
 
-    def report(self, title: str) -> None:
-        """Write report.html into the folder."""
+    def finish(self) -> None:
+        """Write the rows, make tables and figures of them, and write report.html."""
+        self.save()
+        for view in self.views:
+            view()
+        self.views.clear()
+        self.tables = [table for table in self.tables if table.rows]
         if self.folder is not None:
+            title = f"Benchmark: {self.settings.get('study', '')}"
             write(self.folder / "report.html", _report(self, title))
 
 

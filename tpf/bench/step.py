@@ -25,16 +25,18 @@ from tpf.bench.record import Record, Row
 from tpf.bench.swap import Choice, Operators, open_choices
 from tpf.bench.timing import Timing, forget, rounds
 from tpf.config import Config, load
+from tpf.flops import peak_flops
 from tpf.phases import PHASES
 from tpf.runfolder import RunFolder
 from tpf.trainer import Trainer
 
 
 class Sample(NamedTuple):
-    """One step: wall time and the phases of it, ms."""
+    """One step on this rank: wall time and the phases of it, ms, and its operations."""
 
     wall: float
     phases: dict[str, float]
+    flops: float = 0.0
 
 
 class Stepper:
@@ -53,9 +55,11 @@ class Stepper:
         with operators.used():
             self._wait()
             start = time.perf_counter()
-            self.trainer.train_step(self.samples, self.run)
+            done = self.trainer.train_step(self.samples, self.run)
             self._wait()
-        return Sample(1e3 * (time.perf_counter() - start), self.trainer.phases.finished())
+        wall = 1e3 * (time.perf_counter() - start)
+        flops = sum(sample.flops for sample in done.samples)
+        return Sample(wall, self.trainer.phases.finished(), flops)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -76,15 +80,14 @@ def join(settings: Settings, config: Config) -> dist.World:
 
 def measure(
     choices: Mapping[str, Choice], settings: Settings, record: Record, dropped: int
-) -> list[Row]:
-    """Time ``settings.reps`` steps of every choice at every crop and return the rows.
+) -> None:
+    """Time ``settings.reps`` steps of every choice at every crop and record them.
 
     The first ``dropped`` steps (at most as many as are timed) are not counted.
     """
     config = load(settings.config)
     world = join(settings, config)
     found = open_choices("step", dict(choices), world.device, record)
-    start = len(record.rows)
     for n in dict.fromkeys(shape.n for shape in settings.shapes):
         settings.say(f"step, {config.name}, N = {n}")
         _measure_crop(n, _at_crop(config, n), world, found, settings, record, dropped)
@@ -92,7 +95,11 @@ def measure(
             operators.forget()
         forget(world.device)
         record.save()
-    return [row for row in record.rows[start:] if "mean_ms" in row]
+
+
+def timed(record: Record) -> list[Row]:
+    """Return the rows of steps that were timed."""
+    return [row for row in record.rows if "mean_ms" in row]
 
 
 def _at_crop(config: Config, n: int) -> Config:
@@ -107,28 +114,32 @@ def _measure_crop(
     alive: dict[str, Operators] = {}
     memory: dict[str, Row] = {}
     for name, operators in found.items():
-        try:
+        with record.case(name, op="step", n=n) as case:
             stepper.step(operators, 0)
             memory[name] = peak(stepper, operators)
-        except Exception as error:
-            record.failed(name, error, op="step", n=n)
+        forget(world.device)
+        if case.failed:
             stepper.trainer.gradients.reset()
             stepper.trainer.phases.finished()
             continue
-        finally:
-            forget(world.device)
         alive[name] = operators
     names = list(alive)
     warm = min(dropped, settings.reps)
     samples: dict[str, list[Sample]] = defaultdict(list)
-    for turn, k in enumerate(rounds(len(names), warm + settings.reps)):
-        number = turn // len(names)
-        sample = stepper.step(alive[names[k]], number)
-        if number >= warm:
-            samples[names[k]].append(sample)
+    complete = False
+    try:
+        for turn, k in enumerate(rounds(len(names), warm + settings.reps)):
+            number = turn // len(names)
+            sample = stepper.step(alive[names[k]], number)
+            if number >= warm:
+                samples[names[k]].append(sample)
+        complete = True
+    finally:  # an interrupted study has what it measured; ranks would wait for each other then
+        if complete or world.size == 1:
+            for name in filter(samples.__contains__, names):
+                row = _summary(samples[name], world) | memory[name]
+                record.add(op="step", impl=name, phase="step", n=n, config=config.name, **row)
     for name in names:
-        row = _summary(samples[name], world) | memory[name]
-        record.add(op="step", impl=name, phase="step", n=n, config=config.name, **row)
         if settings.profile and world.device.type == "cuda":
             work = profiling.kernels(partial(stepper.step, alive[name], 0), repeats=1)
             title = f"Kernels of a step, {name}, N = {n}"
@@ -151,7 +162,7 @@ def peak(stepper: Stepper, operators: Operators) -> Row:
 
 
 def _summary(samples: list[Sample], world: dist.World) -> Row:
-    """Return wall statistics of this rank, and the mean of every phase on the slowest rank."""
+    """Return wall statistics and MFU of this rank, and every phase's mean on the slowest rank."""
     wall = Timing(tuple(s.wall for s in samples), "wall")
     means = [statistics.fmean(s.phases[phase] for s in samples) for phase in PHASES]
     table = torch.zeros(world.size, len(PHASES), dtype=torch.float64, device=world.device)
@@ -159,7 +170,10 @@ def _summary(samples: list[Sample], world: dist.World) -> Row:
     rows = world.sum_(table).tolist()
     slowest = max(rows, key=sum)
     phases = {f"{phase}_ms": ms for phase, ms in zip(PHASES, slowest, strict=True)}
-    return {
+    row: Row = {}
+    if (peak_rate := peak_flops(world.device)) is not None:
+        row["mfu"] = 1e3 * sum(s.flops for s in samples) / (sum(wall.samples) * peak_rate)
+    return row | {
         "mean_ms": wall.mean, **wall.fields(), "gpu_ms": sum(slowest), **phases,
         "ranks": world.size,
     }  # fmt: skip

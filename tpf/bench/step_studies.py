@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tpf.bench.cases import Settings
 from tpf.bench.record import Record, Row, Table
-from tpf.bench.step import measure
+from tpf.bench.step import measure, timed
 from tpf.bench.swap import CHOICES, Choice, open_choices
 from tpf.bench.timing import reduction_percent
 from tpf.phases import PHASES
@@ -36,7 +37,20 @@ def _by_crop(rows: Sequence[Row]) -> dict[int, dict[str, Row]]:
 
 def bench_step(settings: Settings, record: Record) -> None:
     """Time the steps of every backend."""
-    rows = measure(_chosen(settings), settings, record, WARM_UP)
+    _measured(_show_steps, _chosen(settings), settings, record, WARM_UP)
+
+
+def _measured(
+    show: Callable[[Settings, Record], None], choices: dict[str, Choice], settings: Settings,
+    record: Record, dropped: int,
+) -> None:  # fmt: skip
+    """Measure the steps; ``show`` makes the table and the figure of them at the end."""
+    record.views.append(partial(show, settings, record))
+    measure(choices, settings, record, dropped)
+
+
+def _show_steps(settings: Settings, record: Record) -> None:
+    rows = timed(record)
     lines: list[tuple[Cell, ...]] = []
     for n, here in _by_crop(rows).items():
         for name, row in here.items():
@@ -56,8 +70,11 @@ def bench_step(settings: Settings, record: Record) -> None:
 
 def table_4(settings: Settings, record: Record) -> None:
     """Mean seconds a step, the first 20 left out."""
-    rows = measure(_chosen(settings), settings, record, DROPPED)
-    crops = _by_crop(rows)
+    _measured(_show_seconds, _chosen(settings), settings, record, DROPPED)
+
+
+def _show_seconds(settings: Settings, record: Record) -> None:
+    crops = _by_crop(timed(record))
     names = list(dict.fromkeys(name for here in crops.values() for name in here))
     lines: list[tuple[Cell, ...]] = [
         (name, *(here[name]["mean_ms"] / 1e3 if name in here else None for here in crops.values()))
@@ -73,7 +90,7 @@ def table_13(settings: Settings, record: Record) -> None:
     """Replace attention, multiplication, both, and whole layers in each baseline."""
     ours = "cuda" if settings.device.type == "cuda" else "torch"
     choices: dict[str, Choice] = {}
-    bases = open_choices("step", _chosen(settings), settings.device, record)
+    bases = tuple(open_choices("step", _chosen(settings), settings.device, record))
     for base in bases:
         before = CHOICES[base]
         choices |= {
@@ -82,9 +99,12 @@ def table_13(settings: Settings, record: Record) -> None:
             f"{base} + multiplication": Choice(before.attention, ours),
         }
     choices |= {"both": Choice(ours, ours), "both, fused layers": Choice(ours, ours, fused=True)}
-    rows = measure(choices, settings, record, WARM_UP)
+    _measured(partial(_show_reductions, bases), choices, settings, record, WARM_UP)
+
+
+def _show_reductions(bases: tuple[str, ...], settings: Settings, record: Record) -> None:
     lines: list[tuple[Cell, ...]] = []
-    for n, here in _by_crop(rows).items():
+    for n, here in _by_crop(timed(record)).items():
         for base in bases:
             if base not in here:
                 continue
@@ -101,7 +121,11 @@ def table_13(settings: Settings, record: Record) -> None:
 
 def figure_3(settings: Settings, record: Record) -> None:
     """GPU time of the phases of a step, mean over steps of the slowest rank."""
-    rows = measure(_chosen(settings), settings, record, DROPPED)
+    _measured(_show_phases, _chosen(settings), settings, record, DROPPED)
+
+
+def _show_phases(settings: Settings, record: Record) -> None:
+    rows = timed(record)
     lines: list[tuple[Cell, ...]] = [
         (str(n), name, row["gpu_ms"], *(row[f"{phase}_ms"] for phase in PHASES), row["ranks"])
         for n, here in _by_crop(rows).items()

@@ -38,7 +38,8 @@ ALL = tuple(BACKENDS)
 UPDATES = tuple(MULTIPLIERS)
 NETWORKS = tuple(CHOICES)
 EVERY = tuple(dict.fromkeys(ALL + UPDATES + NETWORKS))
-TRAINED = tuple(name for name in NETWORKS if name not in ("eager", "torch"))
+COMPARED = tuple(name for name in NETWORKS if name != "eager")
+TRAINED = tuple(name for name in COMPARED if name != "torch")
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,8 @@ ACCURACY = Study("accuracy", accuracy.figure_4)
 DETERMINISM = Study("determinism", determinism.figure_10, seeds=100)
 MEMORY = Study("memory", memory.memory, (Shape(768, 32),), EVERY, device="gpu", only=EVERY)
 TRIMUL = _update_study("trimul")
-BLOCK = Study(
-    "block", block.bench_block, CROPS, ("graphs", "cuda", "kernels", "flex", "torch"), 1,
-    only=NETWORKS, widest=0,
-)  # fmt: skip
-STEP = _step_study(
-    "step", step_studies.bench_step, ("graphs", "cuda", "kernels", "flex", "torch"), 20
-)
+BLOCK = Study("block", block.bench_block, CROPS, COMPARED, 1, only=NETWORKS, widest=0)
+STEP = _step_study("step", step_studies.bench_step, COMPARED, 20)
 
 OPERATIONS: Mapping[str, Study] = {
     s.name: s for s in (ATTENTION, TRIMUL, BLOCK, STEP, MEMORY, DETERMINISM, ACCURACY)

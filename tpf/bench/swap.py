@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tpf.bench.backends import BACKENDS, UnavailableError, open_backend
+from tpf.bench.backends import BACKENDS, UnavailableError, check_backend, open_backend
 from tpf.bench.cases import Attend
 from tpf.bench.record import Record
 from tpf.bench.trimul_backends import MULTIPLIERS
@@ -112,14 +112,29 @@ class Choice:
     fused: bool = False
     graphs: bool = False
 
-    def open(self, device: torch.device) -> Operators:
+    def check(self, device: torch.device) -> None:
+        """Raise ``UnavailableError`` if one of the backends is known not to run here."""
+        check_backend(BACKENDS[self.attention], device)
+        with self._naming_the_update():
+            check_backend(MULTIPLIERS[self.multiplication], device)
+
+    def open(self, device: torch.device, limit: float = 0.0) -> Operators:
         """Load the backends; raise ``UnavailableError`` with the reason if one cannot run."""
-        return Operators(
-            open_backend(BACKENDS[self.attention], device),
-            open_backend(MULTIPLIERS[self.multiplication], device),
-            self.fused,
-            Graphs(device) if self.graphs else None,
-        )
+        attention = open_backend(BACKENDS[self.attention], device, limit)
+        with self._naming_the_update():
+            multiplication = open_backend(MULTIPLIERS[self.multiplication], device, limit)
+        graphs = Graphs(device) if self.graphs else None
+        return Operators(attention, multiplication, self.fused, graphs)
+
+    @contextmanager
+    def _naming_the_update(self) -> Iterator[None]:
+        """Say whose update is missing where the attention is there."""
+        try:
+            yield
+        except UnavailableError as reason:
+            if self.multiplication == self.attention:
+                raise
+            raise UnavailableError(f"its update, {self.multiplication}: {reason}") from reason
 
 
 CHOICES: dict[str, Choice] = {
@@ -132,7 +147,8 @@ CHOICES: dict[str, Choice] = {
     **{
         name: Choice(name, "cuequivariance")
         for name in (
-            "cuequivariance", "protenix", "trifast", "openfold3", "megafold", "deepspeed"
+            "cuequivariance", "protenix", "trifast", "openfold3", "megafold", "deepspeed",
+            "scalefold",
         )
     },
     "turbopairformer": Choice("turbopairformer", "turbopairformer"),
@@ -149,7 +165,7 @@ def open_choices(
     found = {}
     for name, choice in choices.items():
         try:
-            found[name] = choice.open(device)
+            found[name] = choice.open(device, record.limit)
         except UnavailableError as reason:
             record.unavailable(op, name, reason)
     if not found:

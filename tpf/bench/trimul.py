@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Arm(NamedTuple):
 
 def table_10(settings: Settings, record: Record) -> None:
     """Time every backend at every shape in both directions."""
+    record.views.append(partial(_show, record))
     found = record.open_all("trimul", MULTIPLIERS, settings.impls, settings.device)
     for shape in settings.shapes:
         settings.say(f"trimul, N = {shape.n}, C = {shape.dim}")
@@ -46,6 +48,9 @@ def table_10(settings: Settings, record: Record) -> None:
         record.save()
     if settings.errors:
         trimul_accuracy.errors(found, settings, record)
+
+
+def _show(record: Record) -> None:
     timed = [row for row in record.rows if row["op"] == "trimul" and "median_ms" in row]
     if timed:
         record.tables.insert(0, _table(timed))
@@ -82,7 +87,7 @@ def _time_shape(
     arms: list[Arm] = []
     with Clock(settings.device) as clock:
         for name, multiplier in found.items():
-            try:
+            with record.case(name, op="trimul", **fields(shape)) as case:
                 new = [
                     Arm(name, direction, phase, call)
                     for direction in DIRECTIONS
@@ -94,8 +99,7 @@ def _time_shape(
                     {"host_us": clock.host_us(a.call), "peak_mib": clock.peak_mib(a.call)}
                     for a in new
                 ]
-            except Exception as error:
-                record.failed(name, error, op="trimul", **fields(shape))
+            if case.failed:
                 continue
             rows += facts
             arms += new

@@ -47,15 +47,15 @@ def computed(
 def errors(found: dict[str, Multiplier], settings: Settings, record: Record) -> None:
     """Measure the errors of every backend over seeds, without a mask and with one."""
     lines: list[tuple[Cell, ...]] = []
+    header = ("N x C", "direction", "mask", "backend", *STREAMS, "worst", "which")
+    title = "Errors of the triangle multiplicative update against FP64"
+    record.tables.append(Table(title, header, lines, text_columns=4, note=NOTE))
     for shape in settings.shapes:
         for direction, masked in ((DIRECTIONS[0], False), (DIRECTIONS[1], True)):
             settings.say(f"trimul errors, N = {shape.n}, C = {shape.dim}, {direction}")
             lines += _one_case(shape, direction, masked, found, settings, record)
             forget(settings.device)
             record.save()
-    header = ("N x C", "direction", "mask", "backend", *STREAMS, "worst", "which")
-    title = "Errors of the triangle multiplicative update against FP64"
-    record.tables.append(Table(title, header, lines, text_columns=4, note=NOTE))
 
 
 def _one_case(
@@ -72,10 +72,9 @@ def _one_case(
         for name, pair in compare(rounded, streams).items():
             values[FLOOR][name].append(pair.rel_l2)
         for impl, multiplier in list(alive.items()):
-            try:
+            with record.case(impl, op="trimul", **fields(shape)) as case:
                 pairs = compare(computed(multiplier, inputs, direction), want)
-            except Exception as error:
-                record.failed(impl, error, op="trimul", **fields(shape))
+            if case.failed:
                 del alive[impl]
                 values.pop(impl, None)
                 continue

@@ -118,6 +118,11 @@ MULTIPLIERS: dict[str, Backend[Multiplier]] = {
         _third_party("turbopairformer", "turbo_trimul", torch.float32), "hopper",
         peer="turbopairformer",
     ),
+    **{
+        name: Backend(None, absent="has no kernel of this update")
+        for name in ("openfold3", "protenix", "trifast", "megafold", "deepspeed")
+    },
+    "scalefold": Backend(None, absent="has no public kernel"),
 }  # fmt: skip
 """By the name that ``--impls`` takes. cuequivariance has its parameters in BF16, which its fast
 kernels want, cuequivariance-fp32 in FP32, as optimisers keep them."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import tpf
 from tpf.cli import bench, data, doctor, predict, score, stability, train, validate, weights
-from tpf.errors import TpfError, told
+from tpf.cli.options import NEWEST
+from tpf.errors import Interrupted, UsageError, told
 
 app = typer.Typer(
     name="tpf",
@@ -56,8 +57,38 @@ def _arguments(words: list[str]) -> tuple[list[str], bool]:
     for index, word in enumerate(result):
         following = result[index + 1] if index + 1 < len(result) else "-"
         if word == "--resume" and (following.startswith("-") or "=" in following):
-            result[index] = f"--resume={train.NEWEST}"
+            result[index] = f"--resume={NEWEST}"
     return result, debug
+
+
+def _misread(error: Any, words: list[str]) -> str:
+    """Return in one sentence what the parser did not take: option, value and rule."""
+    rule = " ".join(error.message.split()).rstrip(".")
+    names = getattr(getattr(error, "param", None), "opts", [""])
+    value = _value_of(names, words)
+    if value is None or not rule:
+        text = " ".join(error.format_message().split()).rstrip(".?")
+        sentence = text[:1].lower() + text[1:]
+    else:
+        sentence = f"{names[-1]} {value}: {rule[:1].lower()}{rule[1:]}"
+    command = error.ctx.command_path.strip() if error.ctx is not None else "tpf"
+    return f"{sentence}; {command} --help lists what it takes"
+
+
+def _value_of(names: list[str], words: list[str]) -> str | None:
+    """Return what follows the last of an option's names among the words of the command line."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("-") and name in names:
+            found = value if equals else following
+    return found
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    """Say on one line why the command ends, and end it."""
+    print(f"tpf: {' '.join(sentence.split())}", file=sys.stderr)
+    sys.exit(code)
 
 
 def main() -> None:
@@ -66,22 +97,22 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments, debug = _arguments(sys.argv[1:])
     try:
-        app(arguments, prog_name="tpf")
-    except TpfError as error:
-        if debug:
-            raise
-        print(f"tpf: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("tpf: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = app(arguments, prog_name="tpf", standalone_mode=False) or 0
+        if code == Interrupted.exit_code:  # typer's for Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
+    except (KeyboardInterrupt, typer.Abort):
+        _end("interrupted", Interrupted.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if debug:
-            raise
-        print(f"tpf: {told(error)}", file=sys.stderr)
-        sys.exit(1)
+        if not hasattr(error, "format_message"):
+            if debug:
+                raise
+            _end(str(told(error)), told(error).exit_code)
+        text = error.format_message()  # of typer's parser
+        if text.startswith("Usage:"):  # the help of a group without a command
+            print(text, file=sys.stderr)
+            sys.exit(UsageError.exit_code)
+        _end(_misread(error, arguments), UsageError.exit_code)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tpf.errors import TpfError, UsageError
+
+if TYPE_CHECKING:
+    from tpf.data.assemble_table import Row
 
 REPORTED = 20
 """Failed rows that are named; the index in the output folder has all."""
@@ -53,6 +57,10 @@ def assemble(
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes for --table.")] = 1,
+    memory: Annotated[float, typer.Option(min=0.5, help="GB that a row of --table may use.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a row of --table may take.")
+    ] = 300.0,
     ccd: Annotated[str | None, typer.Option(help="Further component dictionary.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, one line for each file.")] = False,
 ) -> None:
@@ -62,7 +70,10 @@ def assemble(
     if table is not None:
         if protein or ligand or chain or name or template:
             raise UsageError("--table takes protein, ligand, chain, name and template from columns")
-        _table(table, out, ccd, workers, as_json)
+        from tpf.data.assemble_table import assemble_table
+
+        rows = assemble_table(table, out, ccd=ccd, workers=workers, memory=memory, seconds=seconds)
+        _tell(rows, out, as_json)
         return
     if protein is None or not ligand:
         what = "--ligand" if protein else "--protein"
@@ -91,11 +102,10 @@ def assemble(
         typer.echo(f"    {note}")
 
 
-def _table(table: Path, out: Path, ccd: str | None, workers: int, as_json: bool) -> None:
-    from tpf.data.assemble_table import assemble_table
-
+def _tell(rows: Iterator[Row | None], out: Path, as_json: bool) -> None:
+    """Print the outcome of each row; raise ``TpfError`` at the end if any failed."""
     total = earlier = failed = 0
-    for row in assemble_table(table, out, ccd=ccd, workers=workers):
+    for row in rows:
         total += 1
         if row is None:
             earlier += 1
@@ -107,9 +117,8 @@ def _table(table: Path, out: Path, ccd: str | None, workers: int, as_json: bool)
             typer.echo(f"row {row.row} ({row.id}): {row.stage}: {row.reason}")
         if total % 100 == 0 and not as_json:
             typer.echo(f"{total} rows done, {failed} failed", err=True)
-    done = total - failed
     before = f" ({earlier} before)" if earlier else ""
-    summary = f"{total} rows: {done} assembled{before}, {failed} failed"
-    typer.echo(f"{summary}; see index-1-of-1.jsonl in {out}", err=as_json)
-    if not done:
-        raise TpfError("no row could be assembled")
+    index = f"see index-1-of-1.jsonl in {out}"
+    typer.echo(f"{total} rows: {total - failed} assembled{before}; {index}", err=as_json)
+    if failed:
+        raise TpfError(f"{failed} of {total} rows failed; {index}, mend them and call again")

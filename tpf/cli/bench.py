@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpf.cli.folders import new_folder
-from tpf.errors import TpfError, UsageError
+from tpf.errors import Interrupted, TpfError, UsageError
 
 if TYPE_CHECKING:
     from tpf.bench.cases import Settings
@@ -73,8 +73,11 @@ def bench(
     device: Annotated[str, typer.Option(help="cuda, or cpu for tiny shapes.")] = "cuda",
     gpus: Annotated[int | None, typer.Option(help="GPUs of this machine for step.")] = None,
     capture: Annotated[
-        Path | None, typer.Option(help="Captured calls for table 6 (safetensors).")
+        Path | None, typer.Option(help="Captured calls for table 6, or a run to capture from.")
     ] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Seconds that a backend has for one case; 0: no limit.")
+    ] = 300,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write [default: runs/<date>-bench-<study>]")
     ] = None,
@@ -91,7 +94,7 @@ def bench(
         profile=profile,
     )  # fmt: skip
     command = shlex.join(["tpf", *sys.argv[1:]])
-    request = Request((operation, table, figure), settings, command, out, as_json)
+    request = Request((operation, table, figure), settings, command, out, as_json, limit)
     _start(study, request, gpus)
 
 
@@ -105,6 +108,7 @@ class Request:
     command: str
     out: Path | None
     as_json: bool
+    limit: float = 0.0
 
 
 def _start(study: Study, request: Request, gpus: int | None) -> None:
@@ -126,9 +130,13 @@ def _start(study: Study, request: Request, gpus: int | None) -> None:
 
 
 def run_study(request: Request) -> None:
-    """Run a study on this rank; the main rank writes and shows the result."""
+    """Run a study on this rank; the main rank writes and shows the result.
+
+    A signal ends it with what has been measured (``Interrupted``).
+    """
     from tpf import dist
     from tpf.bench import studies
+    from tpf.bench.limits import ended_by_signals
     from tpf.bench.record import Record
 
     study, settings = studies.choose(*request.study), request.settings
@@ -136,20 +144,27 @@ def run_study(request: Request) -> None:
     if is_main:
         settings = dataclasses.replace(settings, say=_progress)
     shown = {"study": study.name, "seeds": settings.seeds, "reps": settings.reps}
-    record = Record(request.command, shown)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    record = Record(request.command, shown, request.limit if alone else 0.0)
     if is_main:
         record.open(request.out or new_folder(f"bench-{study.name}"))
+    interrupted = False
     try:
-        study.run(settings, record)
+        with ended_by_signals():
+            study.run(settings, record)
     except UsageError:
         record.discard()
         raise
+    except KeyboardInterrupt:
+        interrupted = True
+        record.notes.append("interrupted: these are the results until then")
     finally:
-        record.save()
-        record.report(f"Benchmark: {study.name}")
+        record.finish()
         dist.stop()
     if is_main:
         _show(record, request.as_json)
+    if interrupted:
+        raise Interrupted(f"interrupted; what was measured is in {record.folder}")
     if record.failures:
         raise TpfError("; ".join(record.failures))
 

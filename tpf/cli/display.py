@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +16,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from tpf.cli.screen import console
 from tpf.loop import Display
 
 SHOWN = ("lddt_intra_protein", "lddt_intra_complex", "lddt_inter_protein_ligand", "rmsd")
@@ -68,7 +68,7 @@ class Rich:
     """Tables at the start and the end, one live line in between."""
 
     def __init__(self) -> None:
-        self.console = Console()
+        self.console = console()
         self.progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tpf.cli.screen import console
 from tpf.errors import TpfError
 
 
@@ -22,14 +23,14 @@ def doctor(
         report = {"findings": [dataclasses.asdict(f) for f in findings], "auto": conclusion()}
         typer.echo(json.dumps(report))
     else:
-        from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(show_header=False)
         colours = {"ok": "green", "missing": "yellow", "failed": "red"}
         for f in findings:
-            table.add_row(f.name, f"[{colours[f.status]}]{f.status}[/]", f.detail)
-        Console().print(table)
+            table.add_row(f.name, Text(f.status, colours[f.status]), f.detail)
+        console().print(table)
         typer.echo(conclusion())
     broken = [f.name for f in findings if f.status == "failed"]
     if broken:

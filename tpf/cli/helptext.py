@@ -22,7 +22,8 @@ def all_help() -> str:
         context = typer.Context(command, parent, info_name=words[-1], terminal_width=WIDTH)
         parts.append(f"$ {' '.join(words)} --help\n{command.get_help(context)}\n")
         for name, child in sorted(getattr(command, "commands", {}).items()):
-            visit(child, [*words, name], context)
+            if not child.hidden:
+                visit(child, [*words, name], context)
 
     visit(typer.main.get_command(app), ["tpf"], None)
     return "\n".join(parts)

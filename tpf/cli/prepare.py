@@ -21,14 +21,24 @@ def prepare(
     ccd: Annotated[str | None, typer.Option(help="Extra component dictionary.")] = None,
     msa: Annotated[str | None, typer.Option(help="Folder or table of alignments.")] = None,
     memory: Annotated[float, typer.Option(help="GB that a process may use.", min=0.5)] = 4.0,
+    seconds: Annotated[float, typer.Option(help="Seconds that a file may take.", min=1.0)] = 600.0,
     retry: Annotated[
         bool, typer.Option("--retry", help="Try the files again that failed before.")
+    ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Afterwards drop the entries of files that are gone, and what "
+            "changed ones left behind.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
 ) -> None:
     """Parse and tokenise every file once into a cache that ``tpf train --data`` reads.
 
-    Resumable: files that are done are passed over. Several shards may run at once.
+    Resumable: files that are done and did not change, nor their alignments, are passed over.
+    Several shards may run at once; the last one that ends prunes.
     """
     from tpf.data.prepare import prepare as prepared
     from tpf.data.records import Skipped, stored_records
@@ -37,7 +47,7 @@ def prepare(
     done = failed = size = 0
     results = prepared(
         str(path), out, ccd=ccd, msa=msa, shard=_shard(shard), workers=workers, memory=memory,
-        retry=retry,
+        seconds=seconds, retry=retry,
     )  # fmt: skip
     for item in results:
         bad = item.result if isinstance(item.result, Skipped) else None
@@ -49,6 +59,7 @@ def prepare(
             typer.echo(f"{bad.id}: {bad.stage}: {bad.reason}")
         if (done + failed) % 1000 == 0:
             typer.echo(f"{done + failed} files", err=True)
+    _clean(out, prune)
     held = stored_records(out)
     usable = sum(not isinstance(record, Skipped) for record in held)
     if not as_json:
@@ -58,6 +69,25 @@ def prepare(
         typer.echo(f"in the cache: {usable}; files that cannot be used: {len(held) - usable}")
     if held and not usable:
         raise TpfError(f"{out} has no entry that can be used; see tpf data check {path}")
+
+
+def _clean(out: Path, wanted: bool) -> None:
+    """Prune a cache, or say how many of its entries have lost their files."""
+    from tpf.data.prune import gone_sources, prune
+    from tpf.data.store import newest_lines
+
+    if not wanted:
+        if gone := len(gone_sources(newest_lines(out))):
+            typer.echo(f"entries of files that are gone: {gone}; --prune drops them", err=True)
+        return
+    pruned = prune(out)
+    if pruned is None:
+        typer.echo("not pruned: another process prepares entries there", err=True)
+        return
+    for source in pruned.sources:
+        typer.echo(f"dropped, its file is gone: {source}", err=True)
+    megabytes = f"{pruned.n_bytes / 1e6:.1f} MB"
+    typer.echo(f"pruned {pruned.n_files} stored files, {megabytes}", err=True)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -2,98 +2,93 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpf.cli.folders import RUNS, new_folder
+from tpf.cli.folders import new_folder, resumed_folder
+from tpf.cli.options import (
+    Impl,
+    Nodes,
+    Overrides,
+    Preset,
+    Rendezvous,
+    dotted,
+    line_without_machines,
+)
 from tpf.errors import UsageError
 
 if TYPE_CHECKING:
     from tpf.config import Config
+    from tpf.launch import Plan
 
-NEWEST = "newest"
-"""Value of a ``--resume`` without a run: ``--out`` if given, else the newest run in ``runs``."""
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder of mmCIF files, a list file or a prepared cache [default: built-in examples]"
+    ),
+]
+Restarts = Annotated[int, typer.Option(min=0, help="Start the ranks anew so often when one dies.")]
+Accumulate = Annotated[
+    int | None, typer.Option(min=1, help="Samples per rank and step (instead of --batch-size).")
+]
+Init = Annotated[
+    Path | None, typer.Option(help="Start from the weights of a run, a weight file or OpenFold3's.")
+]
+Resume = Annotated[
+    str | None, typer.Option(metavar="[RUN]", help="Go on exactly where a run stopped.")
+]
+Replay = Annotated[Path | None, typer.Option(help="Run the one step of a replay file again.")]
+Out = Annotated[Path | None, typer.Option(help="Run folder [default: runs/<date>-<config>]")]
+Profile = Annotated[
+    int | None, typer.Option(metavar="STEPS", help="Write a Chrome trace of a few steps.")
+]
 
 
 def train(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Any configuration value, as train.clip=5."),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="tiny, compact, full or a YAML file [default: tiny; compact on a GPU]"),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Folder of mmCIF files or a list file [default: built-in examples]"),
-    ] = None,
+    overrides: Overrides = None,
+    config: Preset = None,
+    data: Data = None,
     crop: Annotated[int | None, typer.Option(help="Tokens per training crop.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs over all nodes.")] = None,
-    nodes: Annotated[int, typer.Option(help="Machines that run this same command.")] = 1,
-    rdzv: Annotated[str | None, typer.Option(help="HOST:PORT of the first machine.")] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="Start the ranks anew so often when one dies.")
-    ] = 0,
+    nodes: Nodes = 1,
+    rdzv: Rendezvous = None,
+    restarts: Restarts = 0,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Warm-up steps.")] = None,
     ema: Annotated[float | None, typer.Option(help="Decay of the averaged weights.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per step, all ranks.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="Samples per rank and step (instead of --batch-size).")
-    ] = None,
+    accumulate: Accumulate = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
-    init: Annotated[
-        Path | None,
-        typer.Option(help="Start from the weights of a run, a weight file or OpenFold3's."),
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="[RUN]", help="Go on exactly where a run stopped.")
-    ] = None,
-    replay: Annotated[
-        Path | None, typer.Option(help="Run the one step of a replay file again.")
-    ] = None,
-    impl: Annotated[
-        str | None, typer.Option(help="Triangle operators: auto, cuda, flex, torch.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder [default: runs/<date>-<config>]")
-    ] = None,
+    init: Init = None,
+    resume: Resume = None,
+    replay: Replay = None,
+    impl: Impl = None,
+    out: Out = None,
     validate_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints kept.")] = None,
-    profile: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Write a Chrome trace of a few steps.")
-    ] = None,
+    profile: Profile = None,
     wandb: Annotated[str | None, typer.Option(help="auto, disabled, offline or online.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> None:
     """Train a model on a folder of structures; validate before and after."""
-    from tpf.launch import launch, plan
-
     if replay is not None:
-        _replay(replay)
-        return
-    import torch
-
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    chosen = plan(gpus, nodes, rdzv, available)
-    ranks = chosen.processes * chosen.nodes if chosen.kind == "launch" else _joined_ranks()
-    if accumulate is not None and batch_size is not None:
-        raise UsageError("--accumulate and --batch-size both set the batch; give one of them")
-    flags = {
+        return _replay(replay)
+    _refuse_both({"--accumulate": accumulate, "--batch-size": batch_size}, "set the batch")
+    _refuse_both({"--init": init, "--resume": resume}, "say where the weights come from")
+    chosen, available = _plan(gpus, nodes, rdzv)
+    options = {
         "data.path": data,
         "data.crop": crop,
         "train.steps": steps,
         "train.lr": lr,
         "train.warmup": warmup,
         "train.ema": ema,
-        "train.batch_size": ranks * accumulate if accumulate is not None else batch_size,
+        "train.batch_size": _batch_size(chosen, batch_size, accumulate, new=resume is None),
         "train.seed": seed,
         "model.impl": impl,
         "train.validate_every": validate_every,
@@ -102,39 +97,73 @@ def train(
         "train.profile": profile,
         "train.wandb": wandb,
     }
-    given = [f"{key}={json.dumps(v)}" for key, v in flags.items() if v is not None]
-    given += overrides or []
-    run = _resumed_run(resume, out)
+    given = dotted(options, overrides)
+    run = None if resume is None else resumed_folder(resume, out, "config.yaml", "run")
     if run is not None:
         given.insert(0, "train.profile=0")  # its trace has been written
-    if run is None and batch_size is None and accumulate is None and ranks > 1:
-        given.insert(0, f"train.batch_size={ranks}")
-    default = "compact" if available else "tiny"
-    settings = _settings(config, given, run, default)
-    if chosen.kind == "join" and run is None and out is None:
-        _refuse_restarts()
+    settings = _settings(config, given, run, default="compact" if available else "tiny")
+    _refuse_restarts(chosen, run or out)
+    folder = run or out or new_folder(settings.name)
+    _start(chosen, settings, folder, run is not None, init, as_json, restarts)
+
+
+def _plan(gpus: int | None, nodes: int, rdzv: str | None) -> tuple[Plan, int]:
+    """Return how this process takes part in the job, and how many GPUs this machine has."""
+    import torch
+
+    from tpf.launch import plan
+
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return plan(gpus, nodes, rdzv, available, line_without_machines("train")), available
+
+
+def _start(
+    chosen: Plan,
+    settings: Config,
+    folder: Path,
+    resume: bool,
+    init: Path | None,
+    as_json: bool,
+    restarts: int,
+) -> None:
+    """Train in this process or start the ranks."""
+    from tpf.cli.rank import run_rank
+    from tpf.launch import launch
     from tpf.tracker import ready, wanted
 
     if wanted(settings.train.wandb):
         ready(settings.train.wandb)  # before there is a run folder
-    folder = run or out or new_folder(settings.name)
-    from tpf.cli.rank import run_rank
-
+    arguments = (settings, folder, resume, init, as_json)
     if chosen.kind == "launch":
-        launch(
-            chosen, run_rank, settings, folder, run is not None, init, as_json, restarts=restarts
-        )
+        launch(chosen, run_rank, *arguments, restarts=restarts)
     else:
-        run_rank(settings, folder, run is not None, init, as_json)
+        run_rank(*arguments)
 
 
-def _joined_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _batch_size(
+    chosen: Plan, batch_size: int | None, accumulate: int | None, *, new: bool
+) -> int | None:
+    """Return the samples of a step over all ranks, None for the configuration's; at least one each.
+
+    A run that is resumed keeps its own.
+    """
+    joined = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = chosen.processes * chosen.nodes if chosen.kind == "launch" else joined
+    if accumulate is not None:
+        return ranks * accumulate
+    return ranks if new and batch_size is None and ranks > 1 else batch_size
 
 
-def _refuse_restarts() -> None:
+def _refuse_both(options: dict[str, object], why: str) -> None:
+    """Refuse two options that say the same."""
+    if None not in options.values():
+        raise UsageError(f"{' and '.join(options)} both {why}; give one of them")
+
+
+def _refuse_restarts(chosen: Plan, folder: Path | None) -> None:
     """Refuse a launcher that starts ranks anew, which would begin another run each time."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if chosen.kind == "join" and folder is None and restarts:
         raise UsageError(
             "--max-restarts of torchrun needs --out, the run folder that ranks started anew go on "
             "with"
@@ -169,23 +198,6 @@ def _settings(config: str | None, given: list[str], run: Path | None, default: s
                 f"or start a new run with --init {run}"
             )
     return settings
-
-
-def _resumed_run(resume: str | None, out: Path | None) -> Path | None:
-    if resume is None:
-        return None
-    if resume != NEWEST:
-        run = Path(resume)
-    elif out is not None:
-        run = out
-    else:
-        runs = sorted(RUNS.glob("*/config.yaml"), key=lambda p: p.stat().st_mtime)
-        if not runs:
-            raise UsageError(f"--resume: no run in {RUNS}/; name the run folder")
-        run = runs[-1].parent
-    if not (run / "config.yaml").is_file():
-        raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
-    return run
 
 
 def _replay(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -249,7 +250,9 @@ class AlignmentFolder:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeError) as error:
-            raise UsageError(f"data.msa {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            fix = "give a folder of alignments or a table of ENTRY_CHAIN FILE"
+            raise UsageError(f"data.msa {path}: cannot be read ({reason}); {fix}") from error
         for number, line in enumerate(lines, start=1):
             fields = line.split(maxsplit=1)
             if not fields or line.startswith("#"):
@@ -268,12 +271,18 @@ class AlignmentFolder:
         return found
 
     def find(self, tokens: Tokens) -> dict[int, Alignment]:
-        """Return the alignments of an entry's polymers by entity number.
+        """Return the alignments of an entry's polymers by entity number."""
+        tables = tokens.tables
+        kinds = dict(zip(tables.chain_entity.tolist(), tables.chain_type.tolist(), strict=True))
+        return {entity: _joined(f, kinds[entity]) for entity, f in self.files(tokens).items()}
+
+    def files(self, tokens: Tokens) -> dict[int, list[Path]]:
+        """Return the alignment files of an entry's polymers by entity number.
 
         Files whose first row is not the sequence of the chain are not taken.
         """
         tables = tokens.tables
-        found: dict[int, Alignment] = {}
+        found: dict[int, list[Path]] = {}
         for chain, (entity, kind) in enumerate(
             zip(tables.chain_entity.tolist(), tables.chain_type.tolist(), strict=True)
         ):
@@ -283,8 +292,21 @@ class AlignmentFolder:
             keys = (str(tables.auth_chain[chain]), str(tables.chain_id[chain]))
             files = self._matching([f"{tables.id}_{key}" for key in keys], sequence)
             if files:
-                found[entity] = _joined(files, kind)
+                found[entity] = files
         return found
+
+    def stamp(self, tokens: Tokens | None = None) -> str:
+        """Return a text that changes with the files, or with those of an entry alone.
+
+        They are told apart by name, size and time.
+        """
+        if tokens is None:
+            files = sorted({file for named in self._named.values() for file in named})
+        else:
+            files = [file for own in self.files(tokens).values() for file in own]
+        facts = ((file.name, file.stat()) for file in files)
+        text = "".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}\n" for name, stat in facts)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _matching(self, keys: list[str], sequence: str) -> list[Path]:
         """Return the files named like the chain, else those with its sequence."""

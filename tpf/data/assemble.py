@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def assemble(order: Order, *, ccd: str | None = None) -> Assembled:
 
 def _stamp(path: Path) -> tuple[int, int]:
     """Return what tells versions of a file apart; raise ``UsageError`` if there is no such file."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise UsageError(f"{path}: no such file; give the protein as mmCIF or PDB")
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size

@@ -1,4 +1,4 @@
-"""Assemble the rows of a table: in parallel, resumable, a bad row costs only itself.
+"""Assemble the rows of a table: in parallel, resumable; a bad or endless row costs only itself.
 
 The table is a CSV file with the columns ``protein`` and ``ligand`` (SMILES, SDF or FILE#RECORD)
 and, if wanted, ``id`` (name of the output), ``chain``, ``name`` and ``template``; several values in
@@ -11,6 +11,7 @@ import csv
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +47,20 @@ class Row:
 
 
 def assemble_table(
-    table: Path, out: Path, *, ccd: str | None = None, workers: int = 1
+    table: Path,
+    out: Path,
+    *,
+    ccd: str | None = None,
+    workers: int = 1,
+    memory: float | None = None,
+    seconds: float | None = None,
 ) -> Iterator[Row | None]:
     """Yield the outcome of each row of a table as its file in ``out`` is written.
 
     Rows that an earlier run wrote, and whose cells and input files have not changed since, are
-    passed over: None. Rows that failed are tried again. Raises ``UsageError`` for a table without
-    the needed columns and for an output folder that another process writes.
+    passed over: None. Rows that failed are tried again. A row may take ``memory`` GB and
+    ``seconds``. Raises ``UsageError`` for a table without the needed columns and for an output
+    folder that another process writes.
     """
     orders = _read(table)
     Dictionary(ccd).get("LIG")  # a wrong dictionary is no fault of the rows
@@ -63,7 +71,7 @@ def assemble_table(
         yield from [None] * (len(orders) - len(todo))
         convert = functools.partial(_convert, str(out), ccd)
         texts = [json.dumps(order) for order in todo]
-        results = map_files(convert, texts, workers, _died)
+        results = map_files(convert, texts, workers, _lost, memory=memory, seconds=seconds)
         for order, result in zip(todo, results, strict=True):
             line = {name: getattr(result, name) for name in ("id", "file", "stage", "reason")}
             append_index(index, line | {"key": _key(order)})
@@ -113,7 +121,7 @@ def _key(order: dict[str, str]) -> str:
     parts = [f"{name}={order[name]}" for name in (*COLUMNS, "twice")]
     sdf = [split_sdf(source) for source in _several(order["ligand"])]
     for path in (Path(order["protein"]), *(found[0] for found in sdf if found)):
-        if path.is_file():
+        if os.path.isfile(path):  # Path.is_file raises for a name that is too long
             stat = path.stat()
             parts.append(f"{stat.st_mtime_ns}:{stat.st_size}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -164,7 +172,6 @@ def _convert(out: str, ccd: str | None, text: str) -> Row:
     )
 
 
-def _died(text: str) -> Row:
+def _lost(text: str, why: str) -> Row:
     row = json.loads(text)
-    reason = "the process that assembled it died"
-    return Row(row=int(row["row"]), id=row["id"], file="", stage="unexpected", reason=reason)
+    return Row(row=int(row["row"]), id=row["id"], file="", stage="limit", reason=why)

@@ -50,6 +50,8 @@ def _stack(arrays: list[NDArray[Any]]) -> Tensor:
     if len({a.shape for a in arrays}) == 1 and all(_is_constant(a) for a in arrays):
         values = torch.tensor([a.flat[0].item() for a in arrays], dtype=_torch_dtype(arrays[0]))
         return values.view(-1, *[1] * arrays[0].ndim).expand(-1, *arrays[0].shape)
+    if len(arrays) == 1 and arrays[0].flags.writeable:
+        return torch.from_numpy(arrays[0][None])  # no copy: a deep MSA is large
     shape = np.max([a.shape for a in arrays], axis=0)
     if all(a.shape == tuple(shape) for a in arrays):
         return torch.from_numpy(np.stack(arrays))

@@ -96,9 +96,14 @@ def featurize(
     features["cyclic_mask"] = np.zeros(n, np.bool_)
     features["token_bonds"] = token_bonds(tokens, lay)
     features |= reference_features(tokens, lay, Conformers.of(dictionary, config), rng)
-    msa_rng = rng if training else None
     features |= msa_features(
-        tokens, lay.token, msa or {}, config.max_msa_rows, msa_rng, config.sampled_msa_rows
+        tokens,
+        lay.token,
+        msa or {},
+        config.max_msa_rows,
+        rng,
+        config.sampled_msa_rows,
+        vary_depth=training,
     )
     features |= empty_templates(config.max_templates, n)
     features["ground_truth"] = ground_truth(tokens, molecules, lay.token)

@@ -66,6 +66,11 @@ class Job:
     def name(self) -> str:
         return self.tokens.tables.id
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was inferred or dropped when the file was read, a sentence each."""
+        return self.tokens.tables.notes
+
 
 @dataclass(frozen=True)
 class _Molecule:
@@ -84,7 +89,8 @@ def read_job(path: Path, config: DataConfig) -> Job:
     ``DataError`` for a structure or alignment that cannot be read.
     """
     if not path.is_file():
-        raise UsageError(f"{path}: no such file; give an mmCIF, FASTA, YAML or JSON file")
+        what = "this is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{path}: {what}; give an mmCIF, FASTA, YAML or JSON file")
     suffix = path.suffix.lower()
     if suffix in FASTA or suffix in FILES:
         text = _text(path)
@@ -189,7 +195,9 @@ def _parse(path: Path, text: str) -> Any:
     try:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not valid {path.suffix[1:]} ({error})") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise UsageError(f"{path}: not valid {path.suffix[1:]} ({where}{problem})") from error
 
 
 def _item(where: str, entry: object) -> tuple[str, int, Mapping[str, Any]]:

@@ -16,6 +16,7 @@ coordinates.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def define_ligand(source: str, code: str = "LIG") -> Ligand:
     check_code(code)
     if sdf := split_sdf(source):
         return _from_molecule(read_molecule(*sdf), code, source)
-    if Path(source).is_file():
+    if os.path.isfile(source):  # Path.is_file raises for a long SMILES
         raise UsageError(f"{source}: not an SDF file by its name ({', '.join(ENDINGS[:4])})")
     return _from_smiles(source, code)
 

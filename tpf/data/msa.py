@@ -30,14 +30,16 @@ def msa_features(
     max_rows: int,
     rng: np.random.Generator | None = None,
     sampled: int | None = None,
+    *,
+    vary_depth: bool = True,
 ) -> dict[str, NDArray[np.generic]]:
     """Return msa [M,N,32], masks, deletions and the profile of the tokens ``index`` [N].
 
     ``alignments`` by entity; a chain without one has its query row only, whose profile is its
     one-hot residue. Row 0 is the query; then come rows paired by species over the entities (at
-    most half of ``max_rows``), then the rows of each chain side by side. With ``rng`` (training)
-    each chain keeps a random number of the latter, in order; of all rows at most ``sampled`` are
-    drawn. The profile is over the latter before these cuts.
+    most half of ``max_rows``), then the rows of each chain side by side. With ``rng`` at most
+    ``sampled`` of all rows are drawn, in order, and with ``vary_depth`` (training) each chain keeps
+    a random number of its own before that. The profile is over those before these cuts.
     """
     tables = tokens.tables
     chain = tables.res_chain[tokens.residue[index]]
@@ -50,7 +52,8 @@ def msa_features(
     entity = {c: int(tables.chain_entity[c]) for c in chosen}
     paired = pair_rows({entity[c]: a for c, a in chosen.items()}, (max_rows - 1) // 2)
     n_paired = 1 + len(next(iter(paired.values()), ()))
-    picks = {c: _draw_rows(len(a.rows), max_rows - n_paired + 1, rng) for c, a in chosen.items()}
+    most, depth_rng = max_rows - n_paired + 1, rng if vary_depth else None
+    picks = {c: _draw_rows(len(a.rows), most, depth_rng) for c, a in chosen.items()}
     depth = n_paired + max([0, *(len(p) - 1 for p in picks.values())])
 
     rows = np.full((depth, len(index)), GAP, np.int32)

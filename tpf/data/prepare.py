@@ -7,9 +7,10 @@ was stopped goes on where it was.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 from tpf.data import store
@@ -18,8 +19,10 @@ from tpf.data.cache import read
 from tpf.data.ccd import Dictionary
 from tpf.data.cif import entry_name
 from tpf.data.pool import map_files
-from tpf.data.records import Record, Skipped, data_files, died, failure_of, record_of
-from tpf.errors import UsageError
+from tpf.data.records import Record, Skipped, data_files, failure_of, lost, record_of
+from tpf.data.store import Parsed
+from tpf.data.tables import Tokens
+from tpf.errors import DataError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,61 +44,100 @@ def prepare(
     shard: tuple[int, int] = (1, 1),
     workers: int = 1,
     memory: float | None = None,
+    seconds: float | None = None,
     retry: bool = False,
-) -> Iterator[Prepared]:
+) -> Generator[Prepared, None, None]:
     """Yield the record of each file as it is stored in ``out``, or why it is not.
 
     The alignments in ``msa`` are stored with the entries. ``shard`` (i, n) takes every n-th file
-    starting with the i-th, i from 1. Files that an earlier run has done and that did not change
-    since are passed over; with ``retry`` those that failed are tried again. ``memory`` GB bound
-    each worker. Raises ``UsageError`` for a wrong shard, path or output folder.
+    starting with the i-th, i from 1. Files that an earlier run has done are passed over if neither
+    they nor their alignments changed since; with ``retry`` those that failed are tried again.
+    ``memory`` GB and ``seconds`` bound the work on a file. Raises ``UsageError`` for a wrong
+    shard, path or output folder.
     """
     number, count = shard
     if not 1 <= number <= count:
         raise UsageError(f"shard {number}/{count}: write I/N with I from 1 to N")
     files = [os.path.abspath(file) for file in data_files(path)][number - 1 :: count]
-    folder = None if msa is None else AlignmentFolder(Path(msa))
+    alignments = None if msa is None else AlignmentFolder(Path(msa))
     Dictionary(ccd).get("LIG")  # a wrong dictionary is no fault of the files
     store.open_store(out, ccd, msa)
-    done = {
-        line["source"]: line["mtime_ns"]
-        for line in store.read_index(out)
-        if not _again(line, retry)
-    }
-    todo = [file for file in files if done.get(file) != os.stat(file).st_mtime_ns]
-    convert = functools.partial(_convert, out, ccd, folder)
-    with store.open_index(out, shard) as index:
-        for line in map_files(convert, todo, workers, _died, memory):
+    convert = _Convert(out, ccd, alignments, "" if alignments is None else alignments.stamp())
+    with store.locked(out, alone=False) as held, store.open_index(out, shard) as index:
+        if not held:
+            raise UsageError(f"{out} is being pruned by another process; wait for it")
+        known = store.newest_lines(out)
+        tasks = [task for file in files if (task := convert.task(file, known.get(file), retry))]
+        lines = map_files(
+            convert, [json.dumps(t) for t in tasks], workers, _lost, memory=memory, seconds=seconds
+        )
+        for task, line in zip(tasks, lines, strict=True):
             store.append_index(index, line)
             if "failed" in line:
                 yield Prepared(line["source"], Skipped(**line["failed"]))
-            else:
+            elif "record" not in task or task.get("own_msa") != line["own_msa"]:
                 record = Record(**line["record"])
                 yield Prepared(line["source"], record, (out / record.path).stat().st_size)
 
 
-def _again(line: store.Line, retry: bool) -> bool:
-    """Tell whether a file that has a line in the index is to be done again."""
-    if "failed" in line:
-        return retry
-    return not Path(line["record"]["path"]).is_file()
+@dataclasses.dataclass(frozen=True)
+class _Convert:
+    """Stores files; a task is what is known of a file before, as far as it still holds."""
+
+    out: Path
+    ccd: str | None
+    alignments: AlignmentFolder | None
+    stamp: str
+    """Of all alignments."""
+
+    def task(self, source: str, line: store.Line | None, retry: bool) -> store.Line | None:
+        """Return what is to be done for a file with a line in the index, None if it is done."""
+        anew: store.Line = {"source": source, "mtime_ns": os.stat(source).st_mtime_ns}
+        if line is None or line["mtime_ns"] != anew["mtime_ns"]:
+            return anew
+        same_alignments = line.get("msa", "") == self.stamp
+        if "failed" in line:
+            again = retry or (line["failed"]["stage"] == "msa" and not same_alignments)
+            return anew if again else None
+        if not (self.out / line["record"]["path"]).is_file():
+            return anew
+        return None if same_alignments else line
+
+    def __call__(self, text: str) -> store.Line:
+        """Store the file of a task and return its line of the index."""
+        task: store.Line = json.loads(text)
+        line = {name: task[name] for name in ("source", "mtime_ns")} | {"msa": self.stamp}
+        try:
+            line |= self._stored(task)
+        except Exception as error:  # one odd file must not end a long preparation
+            line["failed"] = dataclasses.asdict(failure_of(entry_name(Path(task["source"])), error))
+        return line | {"written": time.time_ns()}
+
+    def _stored(self, task: store.Line) -> store.Line:
+        """Return the record of an entry, stored anew unless what is stored still holds."""
+        tokens = self._tokens_before(task)
+        anew = tokens is None
+        if tokens is None:
+            tokens = read(task["source"], self.ccd, None).tokens
+        own = "" if self.alignments is None else self.alignments.stamp(tokens)
+        if not anew and own == task.get("own_msa"):
+            return {name: task[name] for name in ("record", "own_msa")}
+        parsed = Parsed(tokens, {} if self.alignments is None else self.alignments.find(tokens))
+        record = record_of(parsed, store.write_entry(self.out, parsed))
+        return {"record": dataclasses.asdict(record), "own_msa": own}
+
+    def _tokens_before(self, task: store.Line) -> Tokens | None:
+        """Return what is stored of a file that did not change, None if there is nothing whole."""
+        if "record" not in task:
+            return None
+        try:
+            path = self.out / task["record"]["path"]
+            return store.read_entry(path, alignments=False).tokens
+        except DataError:
+            return None
 
 
-def _convert(out: Path, ccd: str | None, msa: AlignmentFolder | None, source: str) -> store.Line:
-    """Store one file and return its line of the index."""
-    line: store.Line = {"source": source, "mtime_ns": os.stat(source).st_mtime_ns}
-    try:
-        parsed = read(source, ccd, msa)
-        record = record_of(parsed, store.write_entry(out, parsed))
-    except MemoryError:
-        bad = Skipped(entry_name(Path(source)), "memory", "needs more memory than --memory allows")
-        return line | {"failed": dataclasses.asdict(bad)}
-    except Exception as error:  # one odd file must not end a long preparation
-        bad = failure_of(entry_name(Path(source)), error)
-        return line | {"failed": dataclasses.asdict(bad)}
-    return line | {"record": dataclasses.asdict(record)}
-
-
-def _died(source: str) -> store.Line:
-    failed = dataclasses.asdict(died(source))
-    return {"source": source, "mtime_ns": os.stat(source).st_mtime_ns, "failed": failed}
+def _lost(text: str, why: str) -> store.Line:
+    task: store.Line = json.loads(text)
+    line = {name: task[name] for name in ("source", "mtime_ns")} | {"written": time.time_ns()}
+    return line | {"failed": dataclasses.asdict(lost(task["source"], why))}

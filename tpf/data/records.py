@@ -82,9 +82,13 @@ class Skipped:
 
 
 def failure_of(entry: str, error: Exception) -> Skipped:
-    """Return an error as a skipped entry; one that is no ``DataError`` names its origin."""
+    """Return an error as a skipped entry; one that nobody foresaw names its origin."""
     if isinstance(error, DataError):
         return Skipped(entry, error.stage, error.reason)
+    if isinstance(error, UsageError):
+        return Skipped(entry, "configuration", str(error))
+    if isinstance(error, MemoryError):
+        return Skipped(entry, "memory", "needs more memory than its process may take")
     where = traceback.extract_tb(error.__traceback__)[-1]
     reason = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
     return Skipped(entry, "unexpected", reason)
@@ -222,7 +226,7 @@ class Entries:
         paths = [str(path) for path in data_files(config.path)]
         workers = config.workers if len(paths) >= MANY_FILES else 1
         read = functools.partial(_read_record, self.cache)
-        return list(map_files(read, paths, workers, died))
+        return list(map_files(read, paths, workers, lost))
 
 
 def stored_records(folder: Path) -> list[Record | Skipped]:
@@ -237,9 +241,9 @@ def stored_records(folder: Path) -> list[Record | Skipped]:
     return list(found.values())
 
 
-def died(path: str) -> Skipped:
-    """Return the outcome of a file at which the process that read it died."""
-    return Skipped(entry_name(Path(path)), "read", "the process that read it died")
+def lost(path: str, why: str) -> Skipped:
+    """Return the outcome of a file at which the process that read it was lost."""
+    return Skipped(entry_name(Path(path)), "read", why)
 
 
 def _read_record(cache: EntryCache, path: str) -> Record | Skipped:

@@ -36,7 +36,8 @@ DIGEST = 16
 _SCALARS = ("id", "method", "resolution", "release_date", "notes")
 
 Line = dict[str, Any]
-"""``source`` (absolute path), ``mtime_ns`` and one of ``record``, ``failed`` (their fields)."""
+"""``source`` (absolute path), its ``mtime_ns``, ``written`` (time of the line in ns), stamps of all
+alignments and its own (``msa``, ``own_msa``), and one of ``record``, ``failed`` (their fields)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _write_arrays(folder: Path, stem: str, arrays: dict[str, Any]) -> str:
     return str(path.relative_to(folder))
 
 
-def read_entry(path: Path) -> Parsed:
+def read_entry(path: Path, *, alignments: bool = True) -> Parsed:
     """Read what ``write_entry`` stored; raise ``DataError`` at stage "store" if it is damaged."""
     arrays = _read_arrays(path)
     try:
@@ -108,10 +109,19 @@ def read_entry(path: Path) -> Parsed:
         )
         own = {name: arrays[f"tokens.{name}"] for name in array_fields(Tokens)}
         folder = path.parent.parent
-        alignments = {int(e): _read_alignment(folder / p) for e, p in facts["alignments"].items()}
+        files = facts["alignments"] if alignments else {}
+        found = {int(entity): _read_alignment(folder / file) for entity, file in files.items()}
     except (KeyError, ValueError) as error:
         raise _damaged(path, error) from error
-    return Parsed(Tokens(tables=tables, **own), alignments)
+    return Parsed(Tokens(tables=tables, **own), found)
+
+
+def alignment_files(path: Path) -> list[str]:
+    """Return the paths, inside the cache, of the alignments that a stored entry names."""
+    try:
+        return list(json.loads(str(_read_arrays(path)["facts"]))["alignments"].values())
+    except (KeyError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def _read_alignment(path: Path) -> Alignment:
@@ -181,6 +191,18 @@ def _check_schema(folder: Path) -> None:
 
 
 @contextmanager
+def locked(folder: Path, *, alone: bool) -> Iterator[bool]:
+    """Hold a cache while writing to it, as several may, or alone; yield False if that cannot be."""
+    with (folder / HEADER).open("r+") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            held = True
+        except OSError:
+            held = False
+        yield held
+
+
+@contextmanager
 def open_index(folder: Path, shard: tuple[int, int]) -> Iterator[IO[str]]:
     """Open a shard's index for ``append_index``, without the end of a line that was cut short.
 
@@ -203,19 +225,24 @@ def append_index(index: IO[str], line: Line) -> None:
     index.flush()
 
 
-def read_index(folder: Path) -> list[Line]:
-    """Return the newest line of each source, in the order of sources.
+def newest_lines(folder: Path) -> dict[str, Line]:
+    """Return the newest line of each source as it is written, in the order of sources.
 
-    The paths of records are made absolute. A last line cut short is left out; raises
-    ``UsageError`` for other damage and for a cache of another schema.
+    A last line cut short is left out; raises ``UsageError`` for other damage and for a cache of
+    another schema.
     """
     _check_schema(folder)
     found: dict[str, Line] = {}
     for line in index_lines(folder):
-        older = found.get(line["source"])
-        if older is None or older["mtime_ns"] <= line["mtime_ns"]:
+        older = found.get(line["source"], {})
+        if older.get("written", 0) <= line.get("written", 0):
             found[line["source"]] = line
-    ordered = [found[source] for source in sorted(found, key=Path)]
+    return {source: found[source] for source in sorted(found, key=Path)}
+
+
+def read_index(folder: Path) -> list[Line]:
+    """Return ``newest_lines`` with the paths of records made absolute."""
+    ordered = list(newest_lines(folder).values())
     for line in ordered:
         if "record" in line:
             record = {name: _tuples(value) for name, value in line["record"].items()}
@@ -229,17 +256,22 @@ def index_lines(folder: Path) -> Iterator[Line]:
     Raises ``UsageError`` for other damage.
     """
     for index in sorted(folder.glob("index-*.jsonl")):
-        lines = index.read_text().splitlines()
-        for number, text in enumerate(lines, start=1):
-            try:
-                line = json.loads(text)
-                if not isinstance(line, dict):
-                    raise ValueError
-            except ValueError as error:
-                if number == len(lines):
-                    continue
-                raise UsageError(f"{index}: line {number} is damaged; delete that line") from error
-            yield line
+        yield from lines_of(index)
+
+
+def lines_of(index: Path) -> Iterator[Line]:
+    """Yield the lines of one index as ``index_lines`` does."""
+    lines = index.read_text().splitlines()
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError
+        except ValueError as error:
+            if number == len(lines):
+                continue
+            raise UsageError(f"{index}: line {number} is damaged; delete that line") from error
+        yield line
 
 
 def _tuples(value: Any) -> Any:

@@ -202,11 +202,11 @@ def _components(tables: Tables, given: Mapping[str, Component]) -> dict[str, _Co
         own = np.isfinite(part.ideal).any()
         special = code in given or own or known is None or not agrees(part, known)
         for i, name in enumerate(part.atom_names.tolist()):
-            place = [*part.model[i].tolist(), *part.ideal[i].tolist()]
+            place = _texts(np.concatenate([part.model[i], part.ideal[i]]))
             flag = "Y" if part.aromatic[i] else "N"
             symbol = chem.ELEMENTS[int(part.elements[i])]
-            row = [code, name, symbol, f"{part.charges[i]:g}", flag]
-            row += [f"{v:.3f}" if special and np.isfinite(v) else None for v in place]
+            row: list[str | None] = [code, name, symbol, f"{part.charges[i]:g}", flag]
+            row += place if special else [None] * len(place)
             for values, value in zip(atoms.values(), row, strict=True):
                 values.append(value)
         for k, (i, j) in enumerate(part.bonds.tolist()):
@@ -274,6 +274,7 @@ def _end(tables: Tables, atom: int) -> list[str | None]:
 
 
 def _texts(values: NDArray[np.float32]) -> list[str | None]:
+    """Return the shortest texts that read back to the same numbers; None for NaN."""
     return [None if text == "nan" else text for text in values.astype(np.str_).tolist()]
 
 
@@ -309,7 +310,6 @@ def _atoms(
         "label_entity_id": tables.chain_entity[chain].astype(np.str_).tolist(),
         "label_seq_id": [s if p else False for s, p in zip(seq.tolist(), polymer, strict=True)],
         "pdbx_PDB_ins_code": [authors[r][1] for r in residue.tolist()],
-        # float32 as text is the shortest that reads back to the same number
         "Cartn_x": _texts(pos[shown, 0]),
         "Cartn_y": _texts(pos[shown, 1]),
         "Cartn_z": _texts(pos[shown, 2]),

@@ -7,16 +7,23 @@ the dispatch time when called eagerly. ``attention`` and ``multiplication`` choo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from tpf.errors import UsageError
-from tpf.kernels import reference, tri_attn, tri_mul
+from tpf.kernels import reference, tri_attn, tri_mul, tri_mul_layout, tri_mul_wide
 from tpf.kernels import tri_attn_bwd as tri_attn_backward
 from tpf.kernels import tri_mul_bwd as tri_mul_backward
-from tpf.kernels.reference import Direction, TriMulWeights, empty_dense_like, empty_output
+from tpf.kernels.reference import (
+    Direction,
+    TriMulWeights,
+    empty_dense_like,
+    empty_output,
+    needs_grad,
+)
 
 
 class _Context(Protocol):
@@ -168,11 +175,6 @@ class _Attention(torch.autograd.Function):
         return _attention_backward(ctx, dout, tri_attn_bwd if twice else _attention_gradients)
 
 
-def needs_grad(*tensors: Tensor) -> bool:
-    """Return whether autograd will ask for a gradient of any of the tensors."""
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -198,7 +200,7 @@ def attention(
 
 
 _Update = tuple[Tensor, Tensor]
-"""An update and what its gradient needs, laid out by ``tri_mul.Saved`` (empty in plain PyTorch)."""
+"""An update and what its gradient needs: ``tri_mul_layout.Saved``, nothing in plain PyTorch."""
 
 
 def _multiplication_forward(
@@ -220,16 +222,18 @@ def _multiplication_gradients(
     direction: str,
     saved: Tensor,
     impl: str,
+    train_weights: bool,
 ) -> list[Tensor]:
-    """Return the gradients of z and of the ten weights."""
-    packed = TriMulWeights(*weights)
-    if impl == "cuda":
-        dz, grads = tri_mul_backward.tri_mul_bwd(dout, z, packed, cast(Direction, direction), saved)
+    """Return the gradients of z and, with train_weights, of the ten weights."""
+    packed, towards = TriMulWeights(*weights), cast(Direction, direction)
+    grads: Sequence[Tensor]
+    if impl == "torch":
+        dz, grads = reference.multiplication_backward(dout, z, mask, packed, towards)
+    elif tri_mul_layout.Sizes.of(packed).fused_backward:
+        dz, grads = tri_mul_backward.tri_mul_bwd(dout, z, packed, towards, saved, train_weights)
     else:
-        dz, grads = reference.multiplication_backward(
-            dout, z, mask, packed, cast(Direction, direction)
-        )
-    return [dz, *grads]
+        dz, grads = tri_mul_wide.tri_mul_bwd(dout, z, packed, towards, saved, train_weights)
+    return [dz, *grads] if train_weights else [dz]
 
 
 tri_mul_fwd = torch.library.custom_op("tpf::tri_mul_fwd", _multiplication_forward, mutates_args=())
@@ -242,9 +246,9 @@ tri_mul_bwd = torch.library.custom_op(
 def _(z: Tensor, mask: Tensor | None, weights: list[Tensor], direction: str, impl: str) -> _Update:
     elements = 0
     if impl == "cuda":
-        batch, n, _, c = z.shape
-        shape = tri_mul.Shape(batch, n, tri_mul.Sizes(c, weights[2].shape[0]))
-        elements = tri_mul.Saved(shape).elements
+        batch, n = z.shape[:2]
+        shape = tri_mul_layout.Shape(batch, n, tri_mul_layout.Sizes.of(TriMulWeights(*weights)))
+        elements = tri_mul_layout.Saved(shape).elements
     return z.new_empty(z.shape), z.new_empty(elements)
 
 
@@ -257,8 +261,10 @@ def _(
     direction: str,
     saved: Tensor,
     impl: str,
+    train_weights: bool,
 ) -> list[Tensor]:
-    return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in weights)]
+    trained = weights if train_weights else []
+    return [z.new_empty(z.shape), *(w.new_empty(w.shape) for w in trained)]
 
 
 def _save_multiplication(ctx: _Context, inputs: tuple[Any, ...], output: _Update) -> None:
@@ -272,19 +278,23 @@ def _multiplication_backward(
     ctx: _Context,
     dout: Tensor | None,
     gradients: Any,  # noqa: ANN401
+    train_weights: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradients of z and of the weights, computed by the function ``gradients``."""
     z, mask, saved, *weights = ctx.saved_tensors
+    none: list[Tensor | None] = [None] * len(weights)
     if dout is None:
-        return None, [None] * len(weights)
-    dz, *grads = gradients(dout, z, mask, weights, ctx.direction, saved, ctx.impl)
-    return dz, grads
+        return None, none
+    args = dout, z, mask, weights, ctx.direction, saved, ctx.impl, train_weights
+    dz, *grads = gradients(*args)
+    return dz, grads or none
 
 
 def _multiplication_operator_backward(
     ctx: _Context, dout: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, None, list[Tensor | None], None, None]:
-    dz, grads = _multiplication_backward(ctx, dout, tri_mul_bwd)
+    needed: Any = ctx.needs_input_grad
+    dz, grads = _multiplication_backward(ctx, dout, tri_mul_bwd, any(needed[2]))
     return dz, None, grads, None, None
 
 
@@ -314,7 +324,8 @@ class _Multiplication(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None) -> Any:  # noqa: ANN401
         twice = torch.is_grad_enabled()  # create_graph=True: the operator refuses a second pass
         gradients = tri_mul_bwd if twice else _multiplication_gradients
-        dz, grads = _multiplication_backward(ctx, dout, gradients)
+        train_weights = any(ctx.needs_input_grad[4:])
+        dz, grads = _multiplication_backward(ctx, dout, gradients, train_weights)
         return dz, None, None, None, *grads
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tpf.kernels import jit, launch, tri_attn
 from tpf.kernels.launch import Launch
-from tpf.kernels.library import needs_grad
+from tpf.kernels.reference import needs_grad
 
 MAX_CHANNELS = 512
 MAX_HEADS, MAX_HEAD_CHANNELS = 8, 256

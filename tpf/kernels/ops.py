@@ -24,7 +24,7 @@ __all__ = ["Direction", "Impl", "TriMulWeights", "triangle_attention", "triangle
 Impl = Literal["auto", "cuda", "flex", "torch"]
 IMPLS = ("auto", "cuda", "flex", "torch")
 MAX_HEAD_DIM = 64
-MAX_CHANNELS = 128
+MAX_CHANNELS = 256
 """Widest z and hidden layer of the multiplicative update's kernels."""
 
 _log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def _why_not_cuda_multiplication(z: Tensor, weights: TriMulWeights) -> str | Non
         if width % 16 or not 16 <= width <= MAX_CHANNELS:
             return (
                 f"the {name} has {width} channels; the CUDA kernels take multiples of 16 up to "
-                f"{MAX_CHANNELS} (the weight gradients must fit into the registers)"
+                f"{MAX_CHANNELS}"
             )
     return _why_not_hopper("z", z)
 

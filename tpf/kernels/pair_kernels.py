@@ -207,8 +207,16 @@ def swiglu_backward(hidden: Tensor, keep: Tensor, out: Tensor) -> None:
     _swiglu("pair_swiglu_bwd", out.shape, device)(tri_attn.raw_stream(device), (), addresses)
 
 
+ROWS = 8
+"""Products over rows take multiples of this; what is left over is added in FP32."""
+
+
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C]."""
     if x.device.type == "cpu":
         return dy.float().t() @ x.float()
-    return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    whole = len(x) // ROWS * ROWS
+    product = torch.mm(dy[:whole].t(), x[:whole], out_dtype=torch.float32)
+    if whole < len(x):
+        product.addmm_(dy[whole:].float().t(), x[whole:].float())
+    return product

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tpf.kernels import launch, norm, pair_kernels, pair_transition, tri_attn, tri_attn_bwd
-from tpf.kernels.library import needs_grad
 from tpf.kernels.norm import dense, differentiable_once, layer_norm
 from tpf.kernels.ops import MAX_HEAD_DIM
 from tpf.kernels.pair_kernels import add_scaled, weight_gradient
+from tpf.kernels.reference import needs_grad
 
 __all__ = [
     "AttentionWeights", "TransitionWeights", "add_attention", "add_transition", "add_update",

@@ -42,6 +42,11 @@ class TriMulWeights(NamedTuple):
     linear_z: Tensor
 
 
+def needs_grad(*tensors: Tensor) -> bool:
+    """Return whether autograd will ask for a gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of intermediate results: FP64 for FP64, else FP32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -183,9 +188,10 @@ def _contract(a: Tensor, b: Tensor, direction: Direction) -> Tensor:
     return x.permute(0, 2, 3, 1)
 
 
-def _contract_backward(
+def contract_backward(
     dx: Tensor, a: Tensor, b: Tensor, direction: Direction
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a and b in x_ij = sum_k a_ik b_jk or a_ki b_kj, all [B, N, N, C]."""
     dx, a, b = (t.permute(0, 3, 1, 2) for t in (dx, a, b))
     da, db = (dx @ b, dx.mT @ a) if direction == "outgoing" else (b @ dx.mT, a @ dx)
     return da.permute(0, 2, 3, 1), db.permute(0, 2, 3, 1)
@@ -263,7 +269,7 @@ def multiplication_backward(
         grads = []
         branches = ((a, w.linear_a_p, w.linear_a_g), (b, w.linear_b_p, w.linear_b_g))
         for dvalue, (branch, weight_p, weight_g) in zip(
-            _contract_backward(dx, a.value, b.value, direction), branches, strict=True
+            contract_backward(dx, a.value, b.value, direction), branches, strict=True
         ):
             dkept = dvalue if mask is None else dvalue * mask
             dprojection = dkept * branch.gate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,19 @@ class ForwardTile(NamedTuple):
 
 FORWARD_THREADS = 384
 """One producer warpgroup and two consumers."""
+
+
+class Lean(NamedTuple):
+    """Trial of the forward kernel with fewer instructions (``tri_attn_lean.cuh``)."""
+
+    products: bool
+    """Add a BF16 bias on the tensor cores."""
+    early: bool
+    """Issue a step's products before its exponentials."""
+
+
+LEAN: Lean | None = Lean(products=False, early=False)
+"""The trial that forward calls use; for benchmarks."""
 
 STREAM = True
 """Start a block's next work item while the last one ends (off: Table 9's core dataflow)."""
@@ -61,13 +75,14 @@ _PackParams = tma.params_type(
 _ForwardParams = tma.params_type(
     "_ForwardParams",
     [
-        *((name, TensorMap) for name in "qkv"),
+        *((name, TensorMap) for name in ("q", "k", "v", "out_rows", "residual_rows")),
         *((name, _POINTER) for name in ("bias_tiles", "words", "out", "residual", "lse")),
         ("bias_batch", _I64),
         *((name, _I32) for name in ("outer", "heads", "n", "d")),
         *((name, _I32) for name in ("key_tiles", "bias_key_tiles", "query_tiles")),
         *((name, _I32) for name in ("query_blocks", "groups", "items")),
         ("scale", _F32),
+        ("scale_log2", _F32),
     ],
 )
 
@@ -110,10 +125,23 @@ def output_strides(o: int, h: int, n: int, d: int) -> tuple[int, ...]:
     return o * n * h * d, n * h * d, d, h * d, 1
 
 
-def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) -> dict[str, int]:
-    """Return the constants of the variant of the forward kernel for head width d."""
+def bias_terms(scale: float) -> int:
+    """Return how many BF16 values 1 / scale is the sum of, 0 if it is out of their reach."""
+    if not 1e-3 <= scale <= 1e3:
+        return 0
+    return 1 if float(torch.tensor(1 / scale).bfloat16()) == 1 / scale else 2
+
+
+def forward_defines(
+    d: int, fp32_bias: bool, masked: bool, save_residual: bool, scale: float | None = None
+) -> dict[str, int]:
+    """Return the constants of the variant of the forward kernel for head width d.
+
+    The scale, 1 / sqrt(d) by default, matters to a trial alone.
+    """
     width = head_width(d)
     tile = FORWARD_TILES[width, masked]
+    products = LEAN is not None and LEAN.products and not fp32_bias
     return {
         "HEAD_DIM": width,
         "GROUP": tile.group,
@@ -123,6 +151,10 @@ def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) 
         "SAVE_RESIDUAL": int(save_residual),
         "WHOLE_ROWS": int(d == width),
         "STREAM": int(STREAM),
+        "LEAN": int(LEAN is not None),
+        "EARLY": int(LEAN is not None and LEAN.early),
+        "STAGED": int(LEAN is not None and d == width < 64),
+        "BIAS_TERMS": bias_terms(scale or d**-0.5) if products else 0,
     }
 
 
@@ -131,7 +163,9 @@ def forward_shared_bytes(defines: dict[str, int], key_tiles: int) -> int:
     row, group, stages = 2 * defines["HEAD_DIM"], defines["GROUP"], defines["STAGES"]
     stage = 2 * group * TILE * row + 2 * TILE * TILE * (4 if defines["BIAS_F32"] else 2)
     words = 2 * group * key_tiles * 8 if defines["HAS_MASK"] else 0
-    return stages * stage + 2 * group * QUERIES * row + 16 * stages + 64 + words
+    extra = 48 * 32 * defines["BIAS_TERMS"] + 32 * defines["LEAN"]
+    extra += QUERIES * row if defines["STAGED"] and defines["SAVE_RESIDUAL"] else 0
+    return stages * stage + 2 * group * QUERIES * row + extra + 16 * stages + 64 + words
 
 
 def blocks_for(items: int, key_tiles: int, device: int) -> int:
@@ -158,6 +192,7 @@ class _Signature(NamedTuple):
     device: int
     tile: ForwardTile
     stream: bool
+    lean: Lean | None
 
 
 class _Plan:
@@ -178,11 +213,12 @@ class _Plan:
             None, None, None, None, *bias, *(mask or (0, 0, 0)),
             n, h, o, tiles, tiles, bias_blocks, word_count,
         )  # fmt: skip
-        kernel = jit.load("tri_attn_pack", {"BIAS_F32": int(x.fp32_bias)}, x.device)
+        defines = forward_defines(d, x.fp32_bias, masked, x.save, x.scale)
+        pack = {"BIAS_F32": int(x.fp32_bias)} | ({"FINITE": 1} if defines["BIAS_TERMS"] else {})
+        kernel = jit.load("tri_attn_pack", pack, x.device)
         blocks, pointers = bias_blocks + (word_count + 3) // 4, ("bias", "tiles", "mask", "words")
         self.pack = Launch(kernel, blocks, 128, params, pointers=pointers)
 
-        defines = forward_defines(d, x.fp32_bias, masked, x.save)
         key_tiles = tiles if x.tile.group == 1 else (n + TILE - 1) // TILE
         query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + x.tile.group - 1) // x.tile.group
         items = b * groups * h * query_blocks
@@ -190,12 +226,17 @@ class _Plan:
             bias_batch=0 if x.batches == 1 else h * tiles * tiles * tile_bytes,
             outer=o, heads=h, n=n, d=d, key_tiles=key_tiles, bias_key_tiles=tiles,
             query_tiles=tiles, query_blocks=query_blocks, groups=groups, items=items, scale=x.scale,
+            scale_log2=x.scale * math.log2(math.e),
         )  # fmt: skip
         boxes = [(1, x.tile.group, 1, rows, width) for rows in (QUERIES, TILE, TILE)]
         maps = {
             name: MapLayout(x.shape, strides, box, 2 * width)
             for name, strides, box in zip("qkv", (q, k, v), boxes, strict=True)
         }
+        self.stores = (1 + x.save) * defines["STAGED"]
+        for name in ("out_rows", "residual_rows")[: self.stores]:
+            box = (1, 1, 1, 16, width)
+            maps[name] = MapLayout(x.shape, self.out_strides, box, 2 * width)
         self.main = Launch(
             jit.load("tri_attn_fwd", defines, x.device, MAX_SHARED),
             blocks_for(items, key_tiles, x.device), FORWARD_THREADS, params,
@@ -227,7 +268,7 @@ def tri_attn_fwd(
     tile = FORWARD_TILES[head_width(shape[-1]), mask is not None]
     wide = bias.dtype is torch.float32
     plan = _plan(
-        _Signature(shape, strides, wide, batches, save_residual, scale, device, tile, STREAM)
+        _Signature(shape, strides, wide, batches, save_residual, scale, device, tile, STREAM, LEAN)
     )
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if not plan.mappable or (q_at | k_at | v_at) % 16:
@@ -241,5 +282,5 @@ def tri_attn_fwd(
     words = tiles + plan.bias_bytes if mask_at else 0
     plan.pack(stream, (), (bias.data_ptr(), tiles, mask_at, words))
     pointers = tiles, words, out.data_ptr(), residual.data_ptr(), lse.data_ptr()
-    plan.main(stream, (q_at, k_at, v_at), pointers)
+    plan.main(stream, (q_at, k_at, v_at, *pointers[2:4][: plan.stores]), pointers)
     return out, lse, residual

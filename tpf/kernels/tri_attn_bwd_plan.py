@@ -45,16 +45,23 @@ class Tuning(NamedTuple):
     """How a main kernel runs.
 
     A warpgroup takes that many slices at a time; split keeps the low bits of dS; ahead computes the
-    scores of the next step under the exponentials of this one.
+    scores of the next step under the exponentials of this one, and groups (with ahead) also under
+    what follows them. Of the dQ kernel: handover lets one warpgroup add the sums of both, held is
+    the number of bias values that a thread keeps in registers, hints keep its sums in L2 (with
+    handover).
     """
 
     slices: int
     split: bool
     ahead: bool = False
+    groups: bool = False
+    handover: bool = False
+    held: int = 32
+    hints: bool = False
 
 
 TUNING = {
-    (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True),
+    (KV, 16): Tuning(4, False, True, True), (KV, 32): Tuning(2, False, True, True),
     (KV, 64): Tuning(1, False, True),
     (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
     (Q_BIAS, 64): Tuning(2, True),
@@ -126,14 +133,16 @@ def walk(problem: Problem, multiprocessors: int) -> Walk:
 
 def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
     """Return (stages, bytes of shared memory) of a main kernel; its source has the same sum."""
-    slices = tuning(kernel, problem).slices
+    way = tuning(kernel, problem)
+    slices = way.slices
     operand = TILE * problem.width * 2
     slice_bytes = 2 * operand + TILE * FOLD_BYTES
     fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
     if kernel == Q_BIAS:
-        tile, staged = TILE * TILE * 4, 1 if problem.width == 64 else 2
+        biases = 1 if way.held == 32 else 2
+        tile, staged = TILE * TILE * 4, 1 if problem.width == 64 or biases == 2 else 2
         pair = 2 * slice_bytes
-        fixed += slices * pair + 2 * staged * operand + 2 * tile
+        fixed += slices * pair + 2 * staged * operand + (1 + biases) * tile
         fixed += TILE * FOLD_BYTES + 16 * (slices + 8)
         stages = min(MAX_PAIR_STAGES, (SHARED_LIMIT - fixed) // pair)
         return stages, fixed + stages * pair
@@ -155,15 +164,20 @@ def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]
         STRIPS: shared,
     }
     for name in MAIN:
-        slices, split, ahead = tuning(name, problem)
+        way = tuning(name, problem)
         found[name] = {
             **shared,
-            "TPF_G": slices,
-            "TPF_SPLIT": int(split),
-            "TPF_AHEAD": int(ahead),
+            "TPF_G": way.slices,
+            "TPF_SPLIT": int(way.split),
+            "TPF_AHEAD": int(way.ahead),
+            "TPF_GROUPS": int(way.groups),
             "TPF_STAGES": shared_bytes(name, problem)[0],
         }
     found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
+    of_queries = tuning(Q_BIAS, problem)
+    found[Q_BIAS]["TPF_HANDOVER"] = int(of_queries.handover)
+    found[Q_BIAS]["TPF_HELD"] = of_queries.held
+    found[Q_BIAS]["TPF_HINTS"] = int(of_queries.hints)
     return found
 
 

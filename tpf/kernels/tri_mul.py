@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,15 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, launch, tma, tri_attn
+from tpf.kernels import jit, launch, tma, tri_attn, tri_mul_layout
 from tpf.kernels.launch import Launch
 from tpf.kernels.reference import Direction, TriMulWeights
 from tpf.kernels.tma import MapLayout, TensorMap
+from tpf.kernels.tri_mul_layout import TILE_BYTES, Grid, Saved, Shape, Sizes
 
-ROWS = 64
-"""Positions of one work item."""
-TILE_BYTES = 8192
-"""64 positions or channels x 64 channels or positions in bf16."""
 FORWARD_CONSUMERS = 3
 BACKWARD_CONSUMERS = 2
 MAX_STAGES = 4
@@ -34,12 +30,6 @@ PACK_ROWS = 32
 IN, OUT, PACK = "tri_mul_in", "tri_mul_out", "tri_mul_pack"
 
 _I32, _POINTER = ctypes.c_int32, ctypes.c_void_p
-
-
-class Grid(ctypes.Structure):
-    """``Grid`` of tri_mul.cuh."""
-
-    _fields_ = [(name, _I32) for name in ("n", "pitch", "row_tiles", "tiles")]
 
 
 MaskLayout = tuple[int, tuple[int, ...]]
@@ -74,63 +64,6 @@ _OutParams = tma.params_type(
 )
 
 
-class Sizes(NamedTuple):
-    """Channels of z and hidden channels, and what follows for the kernels."""
-
-    c: int
-    hidden: int
-
-    @property
-    def c_tiles(self) -> int:
-        """64-channel tiles of z."""
-        return -(-self.c // 64)
-
-    @property
-    def hidden_tiles(self) -> int:
-        """64-channel tiles of a, b or x."""
-        return -(-self.hidden // 64)
-
-    @property
-    def units(self) -> int:
-        """64-channel units of [a; b]."""
-        return -(-2 * self.hidden // 64)
-
-    @property
-    def team(self) -> int:
-        """Units that one pass of the backward takes."""
-        return min(self.units, 2)
-
-    @property
-    def passes(self) -> int:
-        """Passes of the backward over z."""
-        return -(-self.units // self.team)
-
-    @property
-    def box(self) -> int:
-        """Channels of one bulk copy of a or b."""
-        return math.gcd(self.hidden, 64)
-
-    @property
-    def in_weights(self) -> int:
-        """Bytes of the packed input weights."""
-        return self.passes * self.team * 2 * self.c_tiles * TILE_BYTES
-
-    @property
-    def out_weights(self) -> int:
-        """Bytes of the packed output weights."""
-        return self.c_tiles * (self.hidden_tiles + self.c_tiles) * TILE_BYTES
-
-    @property
-    def packed_rows(self) -> int:
-        """Rows of the packed weights."""
-        return 2 * (self.passes * self.team + self.c_tiles) * 64
-
-    @property
-    def packed(self) -> int:
-        """Bytes of the packed weights and their row sums."""
-        return self.in_weights + self.out_weights + self.packed_rows * 8
-
-
 def fit_stages(fixed: int, stage: int, barrier_bytes: int, users: int) -> tuple[int, int]:
     """Return (stages, bytes of shared memory) that fit beside the fixed part; 0 stages if none.
 
@@ -139,7 +72,7 @@ def fit_stages(fixed: int, stage: int, barrier_bytes: int, users: int) -> tuple[
     before for it.
     """
     most = min(MAX_STAGES, (tri_attn.MAX_SHARED - fixed - 8) // (stage + barrier_bytes))
-    stages = most // users * users
+    stages = max(most // users * users, 0)
     return stages, fixed + 8 + stages * (stage + barrier_bytes)
 
 
@@ -167,31 +100,58 @@ class Variant(NamedTuple):
 @functools.cache
 def forward_variants(sizes: Sizes) -> dict[str, Variant]:
     """Return the kernels of the forward for these sizes."""
+    c, hidden = sizes.c_tiles, sizes.hidden_tiles
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
-    in_fixed = sizes.units * (2 * sizes.c_tiles * TILE_BYTES + 64 * 16)
-    out_fixed = sizes.out_weights + sizes.c_tiles * 64 * 16
-    out_stage = (sizes.c_tiles + sizes.hidden_tiles) * TILE_BYTES
+    tuning = tri_mul_layout.TUNING
+    overlap = tuning.in_overlap and sizes.c <= 128  # for want of registers
+    of_in = shared | {"OVERLAP": int(overlap), "STORER": int(tuning.in_storer)}
     return {
         PACK: Variant(PACK, shared, 256, 0),
-        IN: _forward_variant(IN, shared, in_fixed, 2, sizes.c_tiles * TILE_BYTES),
-        OUT: _forward_variant(OUT, shared, out_fixed, sizes.c_tiles, out_stage),
+        IN: _forward_variant(IN, of_in, Unit(2 * c, 2, sizes.c, 32), in_slices(sizes), c),
+        OUT: _forward_variant(
+            OUT, shared, Unit(c + hidden, 0, sizes.hidden, 0), out_slices(sizes), c + hidden
+        ),
     }
 
 
-def _forward_variant(
-    name: str, shared: dict[str, int], fixed: int, outputs: int, stage: int
-) -> Variant:
-    """Return the kernel with three consumers, or two if three stages do not fit.
+class Unit(NamedTuple):
+    """What a forward kernel needs for 64 channels of its result."""
 
-    fixed: bytes of the weights; outputs: output tiles of a consumer.
-    """
-    for consumers in (FORWARD_CONSUMERS, 2):
-        tiles = consumers * outputs * TILE_BYTES
-        stages, size = fit_stages(fixed + tiles, stage, 16, consumers)
-        if stages:
-            break
-    found = shared | {"CONSUMERS": consumers, "STAGES": stages, "SHARED_BYTES": size}
-    return Variant(name, found, 128 * (consumers + 1), size)
+    weight_tiles: int
+    outputs: int
+    """Output tiles of a consumer; 0: one for each unit of its block."""
+    operand: int
+    """Channels of the operand in registers."""
+    barriers: int
+    """Bytes of the barriers of a consumer."""
+
+
+def in_slices(sizes: Sizes) -> tuple[int, ...]:
+    """Return the units that a block of tri_mul_in may do, best first."""
+    return tri_mul_layout.TUNING.in_slice or sizes.units, 2, 1
+
+
+def out_slices(sizes: Sizes) -> tuple[int, ...]:
+    """Return the units that a block of tri_mul_out may do, best first: divisors of all."""
+    return tuple(n for n in range(sizes.c_tiles, 0, -1) if sizes.c_tiles % n == 0)
+
+
+def _forward_variant(
+    name: str, shared: dict[str, int], unit: Unit, slices: Sequence[int], stage_tiles: int
+) -> Variant:
+    """Return the kernel for the first slice that fits, with three consumers if they fit."""
+    for units in slices:
+        fixed = units * (unit.weight_tiles * TILE_BYTES + 64 * 16)
+        narrow = unit.operand <= 128 and not shared.get("OVERLAP")
+        for consumers in (FORWARD_CONSUMERS, 2) if narrow else (2,):
+            own = (unit.outputs or units) * TILE_BYTES + unit.barriers
+            fixed_here = fixed + consumers * own
+            stages, size = fit_stages(fixed_here, stage_tiles * TILE_BYTES, 16, consumers)
+            if stages:
+                found = {"SLICE": units, "CONSUMERS": consumers, "STAGES": stages}
+                defines = shared | found | {"SHARED_BYTES": size}
+                return Variant(name, defines, 128 * (consumers + 1), size)
+    raise AssertionError(f"{name} fits no slice for {shared}")
 
 
 def readable(x: Tensor) -> Tensor:
@@ -214,111 +174,27 @@ in_kernel_order: Callable[[TriMulWeights], tuple[Tensor, ...]] = operator.attrge
 """The weights as the kernels' parameters list them."""
 
 
-class View(NamedTuple):
-    """A batch of matrices in a BF16 workspace; strides and offset in elements."""
-
-    size: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    offset: int
-
-    def of(self, room: Tensor) -> Tensor:
-        """Return the view of a workspace, which begins its storage."""
-        return room.as_strided(self.size, self.strides, self.offset)
-
-
-class Shape(NamedTuple):
-    """Sizes of a call: z is [B, N, N, C]."""
-
-    batch: int
-    n: int
-    sizes: Sizes
-
-    @property
-    def pitch(self) -> int:
-        """Elements from one row of a, b or x to the next."""
-        return (self.n + 7) // 8 * 8
-
-    @property
-    def hidden_elements(self) -> int:
-        """Elements of x, and of a or b."""
-        return self.batch * self.sizes.hidden * self.n * self.pitch
-
-    @property
-    def grid(self) -> Grid:
-        """Work items."""
-        row_tiles = -(-self.n // ROWS)
-        return Grid(self.n, self.pitch, row_tiles, self.batch * self.n * row_tiles)
-
-    def blocks(self, device: int) -> int:
-        """Return the thread blocks of the kernels that walk the items."""
-        row_tiles = -(-self.n // ROWS)
-        return min(self.batch * self.n * row_tiles, tri_attn.processors(device))
-
-    def positions(self, strides: tuple[int, ...] | None = None) -> MapLayout:
-        """Return the map of [B, N, N, C], dense without strides: 64 positions x 64 channels."""
-        b, n, c = self.batch, self.n, self.sizes.c
-        dense = n * n * c, n * c, c, 1
-        return MapLayout((b, n, n, c), strides or dense, (1, 1, ROWS, 64), 128)
-
-    def channels(self) -> MapLayout:
-        """Return the map of x [B, H, N, pitch]: boxes of 64 channels x 64 positions."""
-        b, n, hidden, matrix = self.batch, self.n, self.sizes.hidden, self.n * self.pitch
-        strides = hidden * matrix, matrix, self.pitch, 1
-        return MapLayout((b, hidden, n, n), strides, (1, 64, 1, ROWS), 128)
-
-    def branches(self) -> MapLayout:
-        """Return the map of [a; b] [2, B, H, N, pitch]: boxes of channels x 64 positions."""
-        x = self.channels()
-        box = 1, 1, self.sizes.box, 1, ROWS
-        return MapLayout((2, *x.shape), (self.hidden_elements, *x.strides), box, 128)
-
-    def matrices(self, byte: int) -> View:
-        """Return [B H, N, N] of a, b or x at a byte of a workspace."""
-        size = self.batch * self.sizes.hidden, self.n, self.n
-        return View(size, (self.n * self.pitch, self.pitch, 1), byte // 2)
-
-
-class Saved:
-    """What the backward needs beside z and the weights, in one BF16 tensor; offsets in bytes.
-
-    a and b [2, B, H, N, pitch], their contraction x [B, H, N, pitch], FP32 statistics (of every
-    position of z four, then of every position of x two) and the weights of the kernels.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        positions = shape.batch * shape.n * shape.pitch
-        parts = {
-            "ab": 4 * shape.hidden_elements, "x": 2 * shape.hidden_elements,
-            "z_stats": 16 * positions, "x_stats": 8 * positions, "packed": shape.sizes.packed,
-        }  # fmt: skip
-        offsets, size = launch.lay_out(parts)
-        self.elements = size // 2
-        self.x, self.packed = offsets["x"], offsets["packed"]
-        self.z_stats, self.x_stats = offsets["z_stats"], offsets["x_stats"]
-        self.a_view = shape.matrices(0)
-        self.b_view = shape.matrices(2 * shape.hidden_elements)
-        self.x_view = shape.matrices(self.x)
-
-
 class _Forward:
     """Launches and sizes of the forward."""
 
     def __init__(
         self, shape: Shape, strides: tuple[int, ...], mask: MaskLayout, device: int
     ) -> None:
-        sizes, blocks = shape.sizes, shape.blocks(device)
-        variants, kind = forward_variants(sizes), mask[0]
+        sizes, kind = shape.sizes, mask[0]
+        variants = forward_variants(sizes)
+        of_in = -(-sizes.units // variants[IN].defines["SLICE"])
+        of_out = sizes.c_tiles // variants[OUT].defines["SLICE"]
         self.saved = Saved(shape)
         pack_blocks, pointers = sizes.packed_rows // PACK_ROWS, ["weights", "packed"]
         self.pack = variants[PACK].prepare(device, pack_blocks, _PackParams(), pointers)
         params = _InParams(grid=shape.grid, mask=Mask(None, mask[1], kind))
         z = shape.positions(strides)
-        self.in_ = variants[IN].prepare(
-            device, blocks, params, ("packed", "stats", "mask"), {"z": z, "ab": shape.branches()}
-        )
+        maps, pointers = {"z": z, "ab": shape.branches()}, ["packed", "stats", "mask"]
+        blocks = shape.blocks(device, of_in)
+        self.in_ = variants[IN].prepare(device, blocks, params, pointers, maps)
         maps = {"z": z, "x": shape.channels(), "out": shape.positions()}
         pointers = ["packed", "z_stats", "x_stats"]
-        params = _OutParams(grid=shape.grid)
+        params, blocks = _OutParams(grid=shape.grid), shape.blocks(device, of_out)
         self.out = variants[OUT].prepare(device, blocks, params, pointers, maps)
 
 
@@ -354,9 +230,10 @@ def tri_mul_fwd(
     weights_at = [w.data_ptr() for w in in_kernel_order(weights)]
     plan.pack(stream, (), (*weights_at, packed))
     plan.in_(stream, (z_at, at), (packed, z_stats, mask_at))
-    a, b, x = parts.a_view.of(saved), parts.b_view.of(saved), parts.x_view.of(saved)
-    left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
-    torch.bmm(left, right, out=x)
+    for views in parts.views:
+        a, b, x = [view.of(saved) for view in views]
+        left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
+        torch.bmm(left, right, out=x)
     maps = z_at, at + parts.x, out.data_ptr()
     plan.out(stream, maps, (packed, z_stats, at + parts.x_stats))
     return out, saved

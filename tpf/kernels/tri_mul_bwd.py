@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tpf.kernels import launch, tma, tri_attn, tri_mul
+from tpf.kernels import launch, tma, tri_attn, tri_mul, tri_mul_layout
+from tpf.kernels.launch import Launch
 from tpf.kernels.reference import Direction, TriMulWeights
 from tpf.kernels.tma import TensorMap
-from tpf.kernels.tri_mul import (
-    BACKWARD_CONSUMERS,
-    TILE_BYTES,
-    Grid,
-    Saved,
-    Shape,
-    Sizes,
-    Variant,
-    in_kernel_order,
-)
+from tpf.kernels.tri_mul import BACKWARD_CONSUMERS, Variant, in_kernel_order
+from tpf.kernels.tri_mul_layout import TILE_BYTES, Grid, Saved, Shape, Sizes
 
 BWD_IN, BWD_OUT, GRADS = "tri_mul_bwd_in", "tri_mul_bwd_out", "tri_mul_grads"
 GRADS_THREADS = 288
@@ -60,23 +54,26 @@ _GradsParams = tma.params_type(
 
 
 @functools.cache
-def backward_variants(sizes: Sizes) -> dict[str, Variant]:
+def backward_variants(sizes: Sizes, train_weights: bool = True) -> dict[str, Variant]:
     """Return the kernels of the backward; the last pass over z also completes dz."""
     c, hidden = sizes.c_tiles, sizes.hidden_tiles
     threads = 128 * (BACKWARD_CONSUMERS + 1)
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
+    tuning = tri_mul_layout.TUNING
+    options = {"WIDE": int(tuning.bwd_wide), "STORER": int(tuning.bwd_storer)}
+    sums = shared | options | {"SUMS": int(train_weights)}
     fixed = sizes.out_weights + c * 64 * 16
     stage = (hidden + 2 * c + max(hidden, c)) * TILE_BYTES + 5 * 1024
-    stages, size = tri_mul.fit_stages(fixed, stage, 24, BACKWARD_CONSUMERS // c)
-    defines = shared | {"STAGES": stages, "SHARED_BYTES": size}
+    stages, size = tri_mul.fit_stages(fixed, stage, 48, BACKWARD_CONSUMERS // c)
+    defines = sums | {"STAGES": stages, "SHARED_BYTES": size}
     found = {BWD_OUT: Variant(BWD_OUT, defines, threads, size)}
     fixed = sizes.team * (2 * c * TILE_BYTES + 64 * 16)
     stage = 2 * (c + sizes.team) * TILE_BYTES + 3 * 1024
-    stages, size = tri_mul.fit_stages(fixed, stage, 24, BACKWARD_CONSUMERS // sizes.team)
+    stages, size = tri_mul.fit_stages(fixed, stage, 48, BACKWARD_CONSUMERS // sizes.team)
     for last in (0, 1):
-        defines = shared | {"STAGES": stages, "LAST": last, "SHARED_BYTES": size}
+        defines = sums | {"STAGES": stages, "LAST": last, "SHARED_BYTES": size}
         found[f"{BWD_IN}_{last}"] = Variant(BWD_IN, defines, threads, size)
-    found[GRADS] = Variant(GRADS, shared, GRADS_THREADS, 0)
+    found[GRADS] = Variant(GRADS, shared | options, GRADS_THREADS, 0)
     return found
 
 
@@ -107,18 +104,25 @@ class Workspace:
         self.dx = self.in_partial = offsets["dx"]
         self.out_partial, self.ticket = offsets["out_partial"], offsets["ticket"]
         self.in_shares, self.out_shares = offsets["in_shares"], offsets["out_shares"]
-        self.da_view, self.db_view = shape.matrices(0), shape.matrices(dx)
-        self.dx_view = shape.matrices(self.dx)
+        self.views = list(
+            zip(shape.matrices(0), shape.matrices(dx), shape.matrices(self.dx), strict=True)
+        )
+        """Of da, db and dx."""
 
 
 class _Backward:
     """Launches and sizes of the backward."""
 
     def __init__(
-        self, shape: Shape, strides: tuple[int, ...], dout_strides: tuple[int, ...], device: int
+        self,
+        shape: Shape,
+        strides: tuple[int, ...],
+        dout_strides: tuple[int, ...],
+        train_weights: bool,
+        device: int,
     ) -> None:
         sizes, grid, blocks = shape.sizes, shape.grid, shape.blocks(device)
-        variants = backward_variants(sizes)
+        variants = backward_variants(sizes, train_weights)
         self.saved, self.work = Saved(shape), Workspace(shape, blocks)
         z, carry = shape.positions(strides), shape.positions()
         x, dout = shape.channels(), shape.positions(dout_strides)
@@ -133,49 +137,60 @@ class _Backward:
             variant = variants[f"{BWD_IN}_{int(index == sizes.passes - 1)}"]
             params = _BwdInParams(grid=grid, unit=index * sizes.team)
             self.passes.append(variant.prepare(device, blocks, params, pointers, maps))
+        self.grads = self._gradients(shape, variants[GRADS], device) if train_weights else None
+
+    def _gradients(self, shape: Shape, variant: Variant, device: int) -> Launch:
+        """Prepare the last sums of the weight gradients."""
         params = _GradsParams(in_slots=self.work.in_slots, out_slots=self.work.out_slots)
         pointers = ["in_partial", "out_partial", "weights", "gradients"]
         pointers += ["in_shares", "out_shares", "ticket"]
-        rows = 2 * sizes.hidden + sizes.c
-        self.grads = variants[GRADS].prepare(device, rows, params, pointers)
+        rows = 2 * shape.sizes.hidden + shape.sizes.c
+        return variant.prepare(device, rows, params, pointers)
 
 
 @launch.plan
 def _backward(
     shape: tuple[int, ...], strides: tuple[int, ...], dout_strides: tuple[int, ...],
-    hidden: int, device: int,
+    hidden: int, train_weights: bool, device: int,
 ) -> _Backward:  # fmt: skip
     batch, n, _, c = shape
-    return _Backward(Shape(batch, n, Sizes(c, hidden)), strides, dout_strides, device)
+    sizes = Sizes(c, hidden)
+    return _Backward(Shape(batch, n, sizes), strides, dout_strides, train_weights, device)
 
 
 def _branch_gradients(plan: _Backward, saved: Tensor, room: Tensor, direction: Direction) -> None:
     """Write da and db of the contraction."""
-    a, b = plan.saved.a_view.of(saved), plan.saved.b_view.of(saved)
-    work = plan.work
-    dx, da, db = work.dx_view.of(room), work.da_view.of(room), work.db_view.of(room)
-    if direction == "outgoing":
-        torch.bmm(dx, b, out=da)
-        torch.bmm(dx.mT, a, out=db)
-    else:
-        torch.bmm(b, dx.mT, out=da)
-        torch.bmm(a, dx, out=db)
+    for views, rooms in zip(plan.saved.views, plan.work.views, strict=True):
+        a, b = [view.of(saved) for view in views[:2]]
+        da, db, dx = [view.of(room) for view in rooms]
+        if direction == "outgoing":
+            torch.bmm(dx, b, out=da)
+            torch.bmm(dx.mT, a, out=db)
+        else:
+            torch.bmm(b, dx.mT, out=da)
+            torch.bmm(a, dx, out=db)
 
 
 def tri_mul_bwd(
-    dout: Tensor, z: Tensor, weights: TriMulWeights, direction: Direction, saved: Tensor
-) -> tuple[Tensor, TriMulWeights]:
+    dout: Tensor,
+    z: Tensor,
+    weights: TriMulWeights,
+    direction: Direction,
+    saved: Tensor,
+    train_weights: bool = True,
+) -> tuple[Tensor, Sequence[Tensor]]:
     """Launch the backward kernels; saved is what the forward of the same z and weights saved.
 
-    Returns dz bf16 [B, N, N, C] and the gradients of the weights in their dtypes. Deterministic.
+    Returns dz bf16 [B, N, N, C] and, with train_weights, the gradients of the weights in their
+    dtypes. Deterministic.
     """
     z, dout, wide = tri_mul.readable(z), tri_mul.readable(dout), tri_mul.float_weights(weights)
     saved = saved if saved.storage_offset() == 0 else saved.clone()
     device = tri_attn.device_index(z)
-    plan = _backward(z.shape, z.stride(), dout.stride(), wide.linear_a_p.shape[0], device)
+    hidden = wide.linear_a_p.shape[0]
+    plan = _backward(z.shape, z.stride(), dout.stride(), hidden, train_weights, device)
     kept, work, stream = plan.saved, plan.work, tri_attn.raw_stream(device)
     dz = torch.empty_like(z, memory_format=torch.contiguous_format)
-    grads = TriMulWeights._make([torch.empty_like(w) for w in wide])
     room = z.new_empty(work.elements)
     at, saved_at, z_at, dz_at = room.data_ptr(), saved.data_ptr(), z.data_ptr(), dz.data_ptr()
     packed, z_stats, ticket = saved_at + kept.packed, saved_at + kept.z_stats, at + work.ticket
@@ -186,6 +201,9 @@ def tri_mul_bwd(
     for index, pass_over_z in enumerate(plan.passes):
         partial = in_partial + index * work.in_pass
         pass_over_z(stream, (z_at, at, dz_at), (packed, z_stats, partial))
+    if plan.grads is None:
+        return dz, []
+    grads = TriMulWeights._make([torch.empty_like(w) for w in wide])
     weights_at = [w.data_ptr() for w in in_kernel_order(wide)]
     grads_at = [g.data_ptr() for g in in_kernel_order(grads)]
     shares = at + work.in_shares, at + work.out_shares, ticket

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tpf.files import write_whole
+from tpf.files import make_folder, write_whole
 from tpf.metrics.calibration import Table
 from tpf.metrics.picture import Trace
 from tpf.metrics.schema import TargetResult, target_from_dict
@@ -43,10 +43,14 @@ class Parts:
         self._key = key
 
     def open(self) -> None:
-        """Make the folder ready: keep results of this key, drop all others."""
+        """Make the folder ready: keep results of this key, drop all others.
+
+        Raises ``UsageError`` if it cannot be made.
+        """
         if not self.fits():
             self.remove()
-            self._folder.mkdir(parents=True)
+            make_folder(self._folder.parent)
+            self._folder.mkdir()
             write_whole(self._folder / KEY, self._key.encode())
 
     def fits(self) -> bool:

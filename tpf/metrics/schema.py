@@ -187,8 +187,11 @@ def read_json(path: Path) -> Validation:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable as metrics.json ({error})") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path}: not the output of tpf validate (no JSON object)")
-    return from_dict(document)
+        raise UsageError(f"{path}: no JSON object; give the output of tpf validate")
+    try:
+        return from_dict(document)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}; give the output of tpf validate") from error
 
 
 def write_csv(result: Validation, path: Path) -> None:
@@ -226,10 +229,14 @@ def compare(
     _refuse_different(a, b)
     names = list(selection_weights(weights))
     tables = [
-        target_table([[getattr(s, column) for s in t.seeds] for t in v.targets], names)
+        target_table([[getattr(s, column) for s in t.seeds] for t in _by_id(v)], names)
         for v in (a, b)
     ]
     return compare_tables(tables[0], tables[1], names, weights, resamples)
+
+
+def _by_id(result: Validation) -> list[TargetResult]:
+    return sorted(result.targets, key=lambda target: target.id)
 
 
 def _refuse_different(a: Validation, b: Validation) -> None:
@@ -239,14 +246,14 @@ def _refuse_different(a: Validation, b: Validation) -> None:
             raise UsageError(
                 f"setting {key} differs ({left} and {right}); validate both checkpoints alike"
             )
-    ids = [[t.id for t in v.targets] for v in (a, b)]
+    ids = [[t.id for t in _by_id(v)] for v in (a, b)]
     if ids[0] != ids[1]:
         odd = sorted(set(ids[0]) ^ set(ids[1]))
         raise UsageError(
             f"target lists differ ({len(odd)} targets in one only, such as {odd[0]}); "
             "validate both checkpoints on the same targets"
         )
-    for left_t, right_t in zip(a.targets, b.targets, strict=True):
+    for left_t, right_t in zip(_by_id(a), _by_id(b), strict=True):
         seeds = [sorted(s.seed for s in t.seeds) for t in (left_t, right_t)]
         if seeds[0] != seeds[1]:
             raise UsageError(

@@ -11,10 +11,11 @@ from tpf.report.html import Cell, cards, grid, page, section, table, write
 from tpf.report.structure import structure_figure
 from tpf.report.svg import Series, line_chart
 
-COLUMNS = ("ranking_score", "ptm", "iptm", "plddt_complex", "disorder", "gpde")
+COLUMNS = ("ranking_score", "ranking_score_si", "ptm", "iptm", "plddt_complex", "disorder", "gpde")
 NOTES = (
-    "Samples are ordered by ranking score, 0.8 ipTM + 0.2 pTM + 0.5 disorder - 100 clash; a single "
-    "chain has no ipTM. pLDDT is the expected lDDT of each atom, 0 to 100; gPDE the expected "
+    "Samples are ordered by ranking score, 0.8 ipTM + 0.2 pTM + 0.5 disorder - 100 clash. The ipTM "
+    "of a single chain counts as 0; ranking_score_si takes pTM in its place, as the SI of "
+    "AlphaFold3 does. pLDDT is the expected lDDT of each atom, 0 to 100; gPDE the expected "
     "distance error of pairs in contact, Angstrom."
 )
 
@@ -42,7 +43,7 @@ def prediction_report(
 def _complex(name: str, document: dict[str, Any], picture: list[Trace]) -> str:
     best = document["samples"][0]
     head: dict[str, Cell] = {"tokens": document["n_tokens"], "samples": len(document["samples"])}
-    head |= {column: best[column] for column in COLUMNS[:4]}
+    head |= {column: best[column] for column in COLUMNS[:5]}
     chains = [
         (c["id"], c["type"], c["residues"], c["msa_rows"], best["chain_plddt"][c["id"]])
         for c in document["chains"]
@@ -67,4 +68,5 @@ def _complex(name: str, document: dict[str, Any], picture: list[Trace]) -> str:
         ),
         table(("chain", "type", "residues", "MSA rows", "mean pLDDT"), chains, text_columns=2),
         table(("sample", *COLUMNS, "clash"), rows),
+        note=" ".join(document["notes"]),
     )

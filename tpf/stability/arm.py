@@ -14,19 +14,20 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tpf import checkpoint
 from tpf.bench.backends import UnavailableError
+from tpf.bench.swap import Operators
 from tpf.checkpoint import write_text
 from tpf.config import Config, load
 from tpf.errors import NonFinite, TpfError, UsageError
 from tpf.runfolder import RunFolder
-from tpf.stability import attention, faults, probe
+from tpf.stability import faults, operators, probe
 from tpf.train import Options, train
 from tpf.trainer import Trainer
 
@@ -36,7 +37,7 @@ class Task:
     """What one process of the study does; the configuration says the rest."""
 
     impl: str
-    """Backend; one that is not an ``--impl`` of training is rerouted."""
+    """Backend; one that is not an ``--impl`` of training takes the place of the reference."""
     fault: str | None = None
     """Faulty backend instead, as ``nan:10``."""
     start: int = 0
@@ -100,17 +101,28 @@ def run_arm(folder: Path) -> Outcome:
     """
     task = Task(**json.loads((folder / "task.json").read_text()))
     config = load(str(folder / "config.yaml"))
+    with ExitStack() as replaced:
+
+        def prepare(trainer: Trainer) -> None:
+            probe.attach(trainer, task.start)
+            if (chosen := _replacement(task, trainer)) is not None:
+                trainer.graphs = None  # they would replay what was captured, also of a fault
+                replaced.enter_context(chosen.used())
+
+        return _train(folder, task, config, prepare)
+
+
+def _replacement(task: Task, trainer: Trainer) -> Operators | None:
+    """Return the operators of an arm that is not one of our own backends."""
+    device = trainer.world.device
+    if task.fault is not None:
+        clock = lambda: trainer.step + 1 - task.start  # noqa: E731
+        return operators.with_attention(faults.make_fault(task.fault, clock), device)
+    return None if operators.is_own(task.impl) else operators.choice(task.impl).open(device)
+
+
+def _train(folder: Path, task: Task, config: Config, prepare: Callable[[Trainer], None]) -> Outcome:
     run = folder / "run"
-
-    def prepare(trainer: Trainer) -> None:
-        probe.attach(trainer, task.start)
-        if task.fault is not None:
-            clock = lambda: trainer.step + 1 - task.start  # noqa: E731
-            attention.reroute(trainer.model, faults.make_fault(task.fault, clock))
-        elif not attention.is_own(task.impl):
-            attend = attention.load(task.impl, trainer.world.device)
-            attention.reroute(trainer.model, attend)
-
     started = _has_checkpoint(run)
     if not started:
         shutil.rmtree(run, ignore_errors=True)  # what a process left that was killed at its start

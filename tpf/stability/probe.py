@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tpf.model.pairformer import PairformerStack, TriangleAttention
 from tpf.model.primitives import head_bias
+from tpf.stability import operators
 from tpf.trainer import Trainer
 
 EVERY = 25
@@ -29,7 +30,8 @@ def digest(value: Any) -> str:
 def _feed(update: Callable[[bytes], None], value: Any) -> None:
     if isinstance(value, Tensor):
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        # A fresh copy has strides of its own; those of one element may be anything, also 0.
+        flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
         update(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
@@ -119,6 +121,7 @@ def _finite(value: float) -> float | None:
 @contextmanager
 def _reference_path(stack: nn.Module) -> Iterator[None]:
     """Let the modules of a stack run unfused, by the reference and without dropout."""
+    device = next(stack.parameters()).device
     modules = [module for module in stack.modules() if hasattr(module, "impl")]
     before = [module.impl for module in modules]
     training = stack.training
@@ -126,7 +129,8 @@ def _reference_path(stack: nn.Module) -> Iterator[None]:
     for module in modules:
         module.impl = "torch"  # type: ignore[assignment]
     try:
-        yield
+        with operators.REFERENCE.open(device).used():
+            yield
     finally:
         stack.train(training)
         for module, impl in zip(modules, before, strict=True):

@@ -28,7 +28,7 @@ from tpf.config import Config, load, to_yaml
 from tpf.errors import HardwareError, Interrupted, TpfError, UsageError
 from tpf.runfolder import refuse_existing
 from tpf.signals import Stop
-from tpf.stability import attention, faults
+from tpf.stability import faults, operators
 from tpf.stability.arm import Outcome, Task, read_outcome
 
 REFERENCE = "torch"
@@ -63,8 +63,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         for impl in (*self.impls, self.warmup_impl):
-            attention.check_name(impl.removesuffix(FP32))
-        if not attention.is_own(self.warmup_impl):
+            operators.check_name(impl.removesuffix(FP32))
+            if impl.endswith(FP32) and not operators.is_own(impl.removesuffix(FP32)):
+                raise UsageError(
+                    f"--impls {impl}: backends of others run in BF16 only; give torch{FP32}"
+                )
+        if not operators.is_own(self.warmup_impl):
             raise UsageError(f"--warmup-impl {self.warmup_impl}: choose one of tpf train --impl")
         for fault in self.faults:
             faults.make_fault(fault, lambda: 0)
@@ -121,7 +125,7 @@ def unavailable(settings: Settings) -> dict[str, str]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() and not settings.cpu else "cpu")
     impls = dict.fromkeys(arm.impl for arm in arms(settings))
-    reasons = {impl: attention.why_unavailable(impl, device) for impl in impls}
+    reasons = {impl: operators.why_unavailable(impl, device) for impl in impls}
     missing = {impl: reason for impl, reason in reasons.items() if reason is not None}
     if len(missing) == len(impls):
         found = "; ".join(f"{impl}: {reason}" for impl, reason in missing.items())
@@ -240,7 +244,7 @@ class Study:
         return self.settings.warmup_steps + self.settings.steps
 
     def _run_arm(self, arm: Arm, stop: Stop) -> None:
-        own = attention.is_own(arm.impl)
+        own = operators.is_own(arm.impl)
         config = self._configure(self._last_step, arm.crop, arm.impl if own else REFERENCE)
         if arm.name.endswith(FP32):
             precise = dataclasses.replace(config.train, precision="fp32")

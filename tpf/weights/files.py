@@ -23,6 +23,7 @@ from torch import Tensor
 from tpf import checkpoint
 from tpf.config import ModelConfig
 from tpf.errors import TpfError, UsageError
+from tpf.files import make_folder
 from tpf.weights import pickled
 from tpf.weights.names import with_aliases
 
@@ -145,9 +146,9 @@ def refuse_existing(path: Path) -> None:
 def _write_new(path: Path, fill: Callable[[Path], object]) -> None:
     """Let ``fill`` write a temporary sibling, then give it its name unless that is taken."""
     refuse_existing(path)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         fill(temporary)
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())

@@ -164,9 +164,11 @@ static inline float element(u64 desc, int mn, int k, bool trans) {
     return bf16(at(start + mn / 8 * group + mn % 8 * 16 + k / 8 * leading + k % 8 * 2));
   }
   const u32 row_bytes = mode == 1 ? 128 : mode == 2 ? 64 : mode == 3 ? 32 : 0;
-  const int row = trans ? k : mn, column = trans ? mn : k;
-  if (trans && 2 * mn >= static_cast<int>(row_bytes)) fail("operand wider than its swizzle row");
-  const u32 raw = start + row / 8 * group + row % 8 * row_bytes + 2 * column;
+  const int row = trans ? k : mn, width = row_bytes / 2, column = trans ? mn % width : k;
+  const u32 leading = (desc >> 16 & 0x3fff) << 4;  // to the next columns that a row has no room for
+  if (trans && mn >= width && leading < 1024) fail("operand wider than its swizzle row");
+  const u32 tile = start + (trans ? mn / width * leading : 0);
+  const u32 raw = tile + row / 8 * group + row % 8 * row_bytes + 2 * column;
   return bf16(at(raw ^ ((raw >> 7 & (row_bytes / 16 - 1)) << 4)));
 }
 
@@ -331,6 +333,16 @@ DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes) {
   for (u32 i = 0; i < bytes / 4; ++i) {
     static_cast<float*>(dst)[i] += reinterpret_cast<float*>(emu::at(src))[i];
   }
+}
+DEV u64 l2_keep() { return 0; }
+DEV u64 l2_stream() { return 0; }
+DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4,
+                  u64) {
+  tma_load(dst, map, bar, c0, c1, c2, c3, c4);
+}
+DEV void bulk_store(void* dst, u32 src, u32 bytes, u64) { bulk_store(dst, src, bytes); }
+DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes, u64) {
+  bulk_reduce_add_f32(dst, src, bytes);
 }
 DEV void bulk_commit() {}
 template <int Pending>
