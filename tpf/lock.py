@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from tpf.errors import UsageError
+from tpf.signals import leave_interrupts
 
 BEAT = 15.0
 """Seconds between two signs of life of the owner."""
@@ -139,6 +140,7 @@ class Lock:
                 aside.rename(self.path)
 
     def _beat(self) -> None:
+        leave_interrupts()
         while not self._released.wait(BEAT):
             if self._read() == self._mine:
                 with suppress(OSError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from tpf import checkpoint
 from tpf.config import Config
 from tpf.errors import TpfError
+from tpf.signals import leave_interrupts
 
 State = dict[str, dict[str, Tensor]]
 
@@ -88,6 +89,7 @@ class Saver:
         extra: dict[str, Any],
         event: torch.cuda.Event | None,
     ) -> None:
+        leave_interrupts()
         try:
             if event is not None:
                 event.synchronize()

@@ -10,6 +10,15 @@ from dataclasses import dataclass
 from types import FrameType
 
 
+def leave_interrupts() -> None:
+    """Leave SIGINT to the other threads: to be called first in a thread that is not the main one.
+
+    While RDKit works in the main thread, which holds SIGINT back then, its handler would swallow
+    the one that another thread takes.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 @dataclass
 class Stop:
     """Set by SIGINT, SIGTERM or SIGUSR1; the loop ends after the step in progress."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from tpf.errors import TpfError
+from tpf.signals import leave_interrupts
 
 GRACE = 5.0
 """Seconds between the stacks and the end, in which the other ranks write theirs."""
@@ -69,7 +69,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is for the main thread
+        leave_interrupts()
         while not self._closed.wait(min(1.0, self._limit / 4)):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline + GRACE:

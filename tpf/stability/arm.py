@@ -27,6 +27,7 @@ from tpf.checkpoint import write_text
 from tpf.config import Config, load
 from tpf.errors import NonFinite, TpfError, UsageError
 from tpf.runfolder import RunFolder
+from tpf.signals import leave_interrupts
 from tpf.stability import faults, operators, probe
 from tpf.train import Options, train
 from tpf.trainer import Trainer
@@ -180,6 +181,7 @@ def _end_with_parent() -> None:
     """Stop as after a signal when the study dies: its end of our standard input closes then."""
 
     def wait() -> None:
+        leave_interrupts()
         while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
