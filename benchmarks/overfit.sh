@@ -4,15 +4,15 @@
 # levels for SECONDS, with a high rate for 60 % of the steps and a steep decay; then five structures.
 # Less than ten minutes in all.
 set -u
-entry=$1 out=$2 seconds=${3:-400}
+entry=$1 out=$2 seconds=${3:-420}
 recipe=(
   --config compact --data "$entry" --crop 136 --lr 1.8e-3 --warmup 50 --ema 0.98
   --checkpoint-every 100000 train.graphs=true train.clip=1 train.rollout_steps=1 train.max_recycles=0
-  train.diffusion_samples=64 train.diffusion_chunk=64 data.conformers=ideal data.workers=2
-  loss.plddt=0 loss.pde=0 loss.pae=0 loss.resolved=0 loss.smooth_lddt=0
+  train.diffusion_samples=48 train.diffusion_chunk=48 data.conformers=ideal data.workers=2
+  loss.plddt=0 loss.pde=0 loss.pae=0 loss.resolved=0 loss.smooth_lddt=0 loss.distogram=0.5
   validate.samples=1 validate.sampling_steps=10 validate.recycles=0
 )
-tpf train "${recipe[@]}" --steps 150 --out "$out-first" train.noise_mean=3 train.noise_sd=1.2 || exit
+tpf train "${recipe[@]}" --steps 400 --out "$out-first" train.noise_mean=3 train.noise_sd=1.2 || exit
 steps=$(tail -n 40 "$out-first/train.jsonl" | python3 -c "
 import json, statistics, sys
 times = [row['step_ms'] for row in map(json.loads, sys.stdin) if 'step_ms' in row]
