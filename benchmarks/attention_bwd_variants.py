@@ -1,9 +1,10 @@
-"""Check and time variants of the main kernels of the attention backward on one Hopper GPU.
+"""Compare the present dQ kernel of the attention backward with `handover` on one Hopper GPU.
 
-Usage: python benchmarks/attention_bwd_variants.py [--build]. Every variant computes the same sums
-in the same order, so that its gradients must be bitwise those of the present kernels, call after
-call; those are compared with FP64 (relative L2 error in percent). Then all are timed in turn: whole
-calls as CUDA graphs, kernels by events. --build compiles only.
+Usage: python benchmarks/attention_bwd_variants.py [--build]. Both compute the same sums in the same
+order: gradients must be bitwise those of the first call of the present kernels. Small shapes are
+compared with FP64 too (relative L2 error in percent); then both run CALLS times at each size, and
+what differs is located: dq and dbias come from the dQ kernel, dk and dv from the other. At last both
+are timed in turn, whole calls as CUDA graphs, kernels by events. --build compiles only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -30,49 +31,28 @@ from tpf.kernels import jit, launch, reference
 from tpf.kernels import tri_attn_bwd_plan as plans
 from tpf.kernels.tri_attn_bwd import tri_attn_bwd
 
-PRESENT = "present"
-WAYS: dict[int, dict[str, tuple[plans.Tuning, plans.Tuning]]] = {
-    16: {
-        PRESENT: (plans.TUNING[plans.KV, 16], plans.TUNING[plans.Q_BIAS, 16]),
-        "groups, handover": (plans.Tuning(4, False, True, True),
-                             plans.Tuning(4, False, True, False, True)),
-        "groups, both": (plans.Tuning(4, False, True, True),
-                         plans.Tuning(4, False, True, True, True)),
-        "groups, both, hints": (plans.Tuning(4, False, True, True),
-                                plans.Tuning(4, False, True, True, True, 32, True)),
-    },
-    32: {
-        PRESENT: (plans.TUNING[plans.KV, 32], plans.TUNING[plans.Q_BIAS, 32]),
-        "groups, handover": (plans.Tuning(2, False, True, True),
-                             plans.Tuning(4, False, False, False, True)),
-        "groups, handover ahead": (plans.Tuning(2, False, True, True),
-                                   plans.Tuning(4, False, True, False, True, 16)),
-        "groups, both ahead": (plans.Tuning(2, False, True, True),
-                               plans.Tuning(4, False, True, True, True, 20)),
-        "groups, both ahead, hints": (plans.Tuning(2, False, True, True),
-                                      plans.Tuning(4, False, True, True, True, 20, True)),
-    },
-}  # fmt: skip
-"""By padded head width and name (kv, q and bias), the tunings of both kernels."""
+WAYS = {"present": False, "handover": True}
+"""By name, ``Tuning.handover``."""
+WIDTHS = (16, 32)
 CASES = (
     (1, 5, 2, 130, {"mask": True}), (2, 37, 2, 300, {"mask": True, "end": True}),
     (1, 40, 1, 64, {}), (1, 100, 3, 257, {"sharp": 3.0}), (1, 384, 4, 384, {}),
 )  # fmt: skip
-SIZES, ROUNDS, REPEATS, PAUSE = (384, 640, 768), 7, 5, 0.02
+SIZES, CALLS, ROUNDS, REPEATS, PAUSE = (384, 640, 768), 200, 5, 5, 0.02
 Times = dict[tuple[int, int, str], dict[str, list[float]]]
 
 
 @contextmanager
 def tuned(d: int, name: str) -> Iterator[None]:
     """Let the backward run the variant."""
-    keys = (plans.KV, d), (plans.Q_BIAS, d)
-    usual = [plans.TUNING[key] for key in keys]
+    key = plans.Q_BIAS, d
+    usual = plans.TUNING[key]
     try:
-        plans.TUNING.update(zip(keys, WAYS[d][name], strict=True))
+        plans.TUNING[key] = usual._replace(handover=WAYS[name])
         launch.forget_plans()
         yield
     finally:
-        plans.TUNING.update(zip(keys, usual, strict=True))
+        plans.TUNING[key] = usual
         launch.forget_plans()
 
 
@@ -86,8 +66,8 @@ def compile_one(job: tuple[str, dict[str, int]]) -> str:
 def build() -> None:
     """Compile all kernels at once."""
     jobs = []
-    for d, ways in WAYS.items():
-        for name in ways:
+    for d in WIDTHS:
+        for name in WAYS:
             with tuned(d, name):
                 jobs += list(plans.variants(plans.Problem(1, 64, 4, 64, d, False)).items())
     unique = [job for i, job in enumerate(jobs) if job not in jobs[:i]]
@@ -105,26 +85,50 @@ def prepared(inputs: common.Inputs) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def check(d: int) -> None:
-    """Compare the present kernels with FP64 and the variants with them."""
+    """Compare the present kernels with FP64 on small shapes, and both with them."""
     for b, o, h, n, flags in CASES:
         inputs = common.make_inputs(b, o, h, n, d, **flags)
         call = prepared(inputs)
-        with tuned(d, PRESENT):
+        with tuned(d, "present"):
             want = call()
         found = [f"{e:.4f}" for e in common.errors(inputs, want)]
-        print(f"D={d} {(b, o, h, n)} {flags} {PRESENT}: error % {found}", flush=True)
-        for name in WAYS[d]:
+        print(f"D={d} {(b, o, h, n)} {flags}: error % {found}", flush=True)
+        for name in WAYS:
             with tuned(d, name):
                 common.poison()
-                calls = [call() for _ in range(REPEATS)]
-            wrong = {
-                gradient
-                for got in calls
-                for gradient, x, y in zip(common.NAMES, got, want, strict=True)
-                if not torch.equal(x, y)
-            }
-            if wrong:
-                print(f"BAD D={d} {(b, o, h, n)} {name}: {sorted(wrong)} differ", flush=True)
+                report(f"D={d} {(b, o, h, n)} {name}", call, want, REPEATS)
+
+
+def report(title: str, call: Callable[[], tuple[Tensor, ...]], want: Sequence[Tensor],
+           repeats: int) -> None:  # fmt: skip
+    """Call many times without waiting, and tell which gradients differed, how often and where."""
+    bits = [x.view(torch.int32 if x.element_size() == 4 else torch.int16) for x in want]
+    counts = torch.zeros(repeats, len(bits), dtype=torch.int64, device=bits[0].device)
+    wrong = [torch.zeros_like(x, dtype=torch.bool) for x in bits]
+    for turn in range(repeats):
+        for i, (x, y) in enumerate(zip(call(), bits, strict=True)):
+            differs = x.view(y.dtype) != y
+            counts[turn, i] = differs.sum()
+            wrong[i] |= differs
+    total = counts.tolist()
+    for i, name in enumerate(common.NAMES):
+        calls = {turn: row[i] for turn, row in enumerate(total) if row[i]}
+        if calls:
+            places = wrong[i].nonzero()
+            low, high = places.amin(0).tolist(), places.amax(0).tolist()
+            print(f"BAD {title} {name}: elements by call {calls}; indices {low} .. {high}; "
+                  f"first {places[:4].tolist()}", flush=True)  # fmt: skip
+
+
+def stress(d: int, n: int) -> None:
+    """Call both CALLS times."""
+    call = prepared(common.make_inputs(1, n, 4, n, d))
+    with tuned(d, "present"):
+        want = call()
+    for name in WAYS:
+        with tuned(d, name):
+            report(f"D={d} N={n} {name}", call, want, CALLS)
+    print(f"D={d} N={n}: {CALLS} calls of {', '.join(WAYS)} compared", flush=True)
 
 
 def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -137,23 +141,18 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def measure(times: Times, d: int, n: int) -> None:
-    """Time the variants in turn, as the clock falls while the chip grows warm."""
+    """Time both in turn, as the clock falls while the chip grows warm."""
     call = prepared(common.make_inputs(1, n, 4, n, d))
-    want = None
-    for turn in range(ROUNDS):
-        for name in WAYS[d]:
+    for _ in range(ROUNDS):
+        for name in WAYS:
             with tuned(d, name):
                 graph = graph_of(call)
                 torch.cuda._sleep(2_000_000)  # what follows is queued behind it
-                spans = common.kernel_ms(call, 2)
                 total = common.median_ms(graph.replay, 3)
-                got = call()
+                spans = common.kernel_ms(call, 2)
             row = times.setdefault((d, n, name), {})
             for key, value in {"total": total, **spans}.items():
                 row.setdefault(key, []).append(value)
-            want = want or got
-            if not all(torch.equal(x, y) for x, y in zip(got, want, strict=True)):
-                print(f"BAD D={d} N={n} {name} differs in round {turn}", flush=True)
             time.sleep(PAUSE)
 
 
@@ -167,9 +166,10 @@ def main() -> None:
     if args.build:
         return
     times: Times = {}
-    for d in WAYS:
+    for d in WIDTHS:
         check(d)
         for n in SIZES:
+            stress(d, n)
             measure(times, d, n)
     print(f"{torch.cuda.get_device_name()}, {time.perf_counter() - start:.0f} s; least / median ms")
     for (d, n, name), row in times.items():

@@ -4,7 +4,7 @@
 
 Tools: memcheck, synccheck, initcheck, racecheck. racecheck follows an order between threads only
 where each of them takes part in the barrier, so it wants ``--every-lane``, which compiles the
-attention backward with such barriers (tri_attn_bwd_main.cuh). Prints one line of errors a case.
+attention kernels with such barriers (tile.cuh). Prints one line of errors a case.
 """
 
 from __future__ import annotations

@@ -122,35 +122,6 @@ DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes) {
                "r"(src), "r"(bytes)
                : "memory");
 }
-// Policies of the L2 cache: kept as long as possible; the first to go.
-DEV u64 l2_keep() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-DEV u64 l2_stream() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4,
-                  u64 policy) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-               ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst), "l"(map),
-               "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
-               : "memory");
-}
-DEV void bulk_store(void* dst, u32 src, u32 bytes, u64 policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
-                   dst),
-               "r"(src), "r"(bytes), "l"(policy)
-               : "memory");
-}
-DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes, u64 policy) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32"
-               " [%0], [%1], %2, %3;" ::"l"(dst), "r"(src), "r"(bytes), "l"(policy)
-               : "memory");
-}
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most Pending groups still read shared memory.
 template <int Pending>
@@ -178,6 +149,10 @@ DEV void reg_dealloc() {
 // Barrier id (1..15; 0 is __syncthreads) among a multiple of 32 threads.
 DEV void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Arrive at a barrier at which others sync; the writes before are theirs to read after it.
+DEV void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 DEV bool elect_one() {
   u32 chosen;

@@ -10,8 +10,7 @@
 #include "tri_attn_bwd_main.cuh"
 
 constexpr bool kSplit = TPF_SPLIT;
-constexpr bool kAhead = TPF_AHEAD;  // S of the next step under the exponentials of this one
-constexpr bool kGroups = TPF_GROUPS;  // with kAhead: also under what follows them
+constexpr bool kAhead = TPF_AHEAD;  // S of the next step under all that follows the exponentials
 constexpr int kStages = TPF_STAGES;
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kStageBytes = kConsumers * kBiasBytes + kG * kSliceBytes;
@@ -103,8 +102,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     const u64 fold_s = fold_operand(resident_tile(resident, 0, 2, warpgroup), smem + kZeros);
     mbar_wait(bars.resident_full(slot.index), slot.parity);
     // Step i = (query tile, slice). While it computes exponentials of S(i), the tensor cores work
-    // on dP(i) and the products with P and dS of step i - 1 (at first zeros). S(i + 1) comes with
-    // them (kAhead) or, as soon as P is consumed, under the rounding of dS.
+    // on dP(i) and the products with P and dS of step i - 1 (at first zeros). S(i + 1) follows them
+    // as a group of its own (kAhead) or, as soon as P is consumed, comes under the rounding of dS.
     float s[kBuffers][32], dp[32];
     u32 probability[16] = {}, gradient[16] = {}, rest[16] = {};
     mbar_wait(bars.stage_full(ring.index), ring.parity);
@@ -147,16 +146,14 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         accumulate_tokens(dv[before], probability, further(last_q, kOperandBytes), tile);
         accumulate_tokens(dk[before], gradient, last_q, tile);
         if constexpr (kSplit) accumulate_tokens(dk[before], rest, last_q, 1);
-        if constexpr (kAhead && !kGroups) next_scores();
         wgmma_commit();
-        if constexpr (kGroups) {
-          exponentials(now, bias, p.scale2);
+        exponentials(now, bias, p.scale2);
+        if constexpr (kAhead) {
           wgmma_fence();
           next_scores();
           wgmma_commit();
           wgmma_wait<1>();
         } else {
-          exponentials(now, bias, p.scale2);
           keep_order(now, full, parity);
           wgmma_wait<0>();
         }
@@ -178,10 +175,8 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
-        if constexpr (!kAhead || kGroups) {
-          keep_words(kSplit ? rest : gradient, never, full, parity);
-          wgmma_wait<0>();
-        }
+        keep_words(kSplit ? rest : gradient, never, full, parity);
+        wgmma_wait<0>();
         if constexpr (kAhead && kG == 1) {
 #pragma unroll
           for (int i = 0; i < 32; ++i) now[i] = then[i];

@@ -9,12 +9,6 @@ constexpr int kThreads = 128 * (kConsumers + 1);  // and one that loads
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// With EVERY_LANE all lanes arrive at the barriers, not one for all. The order is the same, but one
-// that compute-sanitizer's racecheck follows: it does not see that __syncwarp and named barriers
-// carry it on to the lane that arrives.
-#ifndef EVERY_LANE
-#define EVERY_LANE 0
-#endif
 constexpr int kConsumerArrivals = (EVERY_LANE ? 128 : 4) * kConsumers;
 
 struct Params {
@@ -187,12 +181,11 @@ DEV void load_bias(BiasTile& bias, u32 tile, int thread) {
   }
 }
 
-// s = exp2(s * scale2 + bias * log2(e)) of the values kFrom .. kTo - 1.
-template <int kFrom = 0, int kTo = 32>
+// s = exp2(s * scale2 + bias * log2(e)).
 DEV void exponentials(float (&s)[32], const BiasTile& bias, float scale2) {
   if constexpr (kWideBias) {
 #pragma unroll
-    for (int i = kFrom / 4; i < kTo / 4; ++i) {
+    for (int i = 0; i < 8; ++i) {
       const uint4 w = lds128(bias.address + i * 2048);
       const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -201,46 +194,32 @@ DEV void exponentials(float (&s)[32], const BiasTile& bias, float scale2) {
     }
   } else {
 #pragma unroll
-    for (int i = kFrom / 2; i < kTo / 2; ++i) {
+    for (int i = 0; i < 16; ++i) {
       s[2 * i] = ex2(s[2 * i] * scale2 + bf16_lo(bias.words[i]) * LOG2E);
       s[2 * i + 1] = ex2(s[2 * i + 1] * scale2 + bf16_hi(bias.words[i]) * LOG2E);
     }
   }
 }
 
-// This thread's part of a bias tile, fp32 and multiplied by log2(e): the first kHeld values in
-// registers, the others left in shared memory.
-template <int kHeld>
+// This thread's part of a bias tile, fp32 and multiplied by log2(e).
 struct WideBias {
-  float values[kHeld];
-  u32 address;
+  float values[32];
 };
 
 // Read the part of a thread from an fp32 tile; `from` is where its first 16 bytes lie.
-template <int kHeld>
-DEV void load_wide(WideBias<kHeld>& bias, u32 from) {
-  bias.address = from;
+DEV void load_wide(WideBias& bias, u32 from) {
 #pragma unroll
-  for (int i = 0; i < kHeld / 4; ++i) {
+  for (int i = 0; i < 8; ++i) {
     const uint4 w = lds128(from + i * 2048);
     bias.values[4 * i] = __uint_as_float(w.x), bias.values[4 * i + 1] = __uint_as_float(w.y);
     bias.values[4 * i + 2] = __uint_as_float(w.z), bias.values[4 * i + 3] = __uint_as_float(w.w);
   }
 }
 
-// s = exp2(s * scale2 + bias).
-template <int kHeld>
-DEV void wide_exponentials(float (&s)[32], const WideBias<kHeld>& bias, float scale2) {
+// s = exp2(s * scale2 + bias), the bias in registers.
+DEV void wide_exponentials(float (&s)[32], const WideBias& bias, float scale2) {
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) s[i] = ex2(s[i] * scale2 + bias.values[i]);
-#pragma unroll
-  for (int i = kHeld; i < 32; i += 4) {
-    const uint4 w = lds128(bias.address + i * 512);
-    s[i] = ex2(s[i] * scale2 + __uint_as_float(w.x));
-    s[i + 1] = ex2(s[i + 1] * scale2 + __uint_as_float(w.y));
-    s[i + 2] = ex2(s[i + 2] * scale2 + __uint_as_float(w.z));
-    s[i + 3] = ex2(s[i + 3] * scale2 + __uint_as_float(w.w));
-  }
+  for (int i = 0; i < 32; ++i) s[i] = ex2(s[i] * scale2 + bias.values[i]);
 }
 
 // Keep packed words before the wgmma wait that follows, as keep_order does with exponentials.

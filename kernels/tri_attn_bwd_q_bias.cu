@@ -16,27 +16,22 @@
 
 constexpr bool kSplit = TPF_SPLIT;
 constexpr bool kAhead = TPF_AHEAD;        // S of the next step under the exponentials of this one
-constexpr bool kGroups = TPF_GROUPS;      // with kAhead: also under what follows them
 constexpr bool kHandover = TPF_HANDOVER;  // one warpgroup adds the sums of both
-constexpr bool kHints = TPF_HINTS;        // the strips stay in L2, queries pass through it
-constexpr int kHeld = TPF_HELD;           // bias values of a tile that a thread keeps in registers
-constexpr int kBiases = kHeld < 32 ? 2 : 1;  // bias tiles in shared memory
-// Tiles of dQ that a warpgroup stores at a time.
-constexpr int kStaged = kD == 64 || kBiases == 2 ? 1 : 2;
-constexpr int kBuffers = kAhead ? 2 : 1;  // score tiles
+constexpr int kBuffers = kAhead ? 2 : 1;    // score tiles
 constexpr int kStages = TPF_STAGES;
 constexpr int kWaitStep = kG > 2 ? kG - 2 : kG - 1;  // at which the last sums have surely left
+constexpr int kStaged = kD == 64 ? 1 : 2;  // tiles of dQ that a warpgroup stores at a time
 constexpr int kSliceBytes = 2 * kOperandBytes + kFoldBytes;
 constexpr int kPairBytes = kConsumers * kSliceBytes;
-constexpr int kSumBytes = kTile * kTile * 4, kSumHalf = kSumBytes / 2;
+constexpr int kSumBytes = kTile * kTile * 4;
 constexpr int kResident = kStages * kPairBytes;
 constexpr int kStaging = kResident + kG * kPairBytes;
 constexpr int kBias = kStaging + kConsumers * kStaged * kOperandBytes;
-constexpr int kExchange = kBias + kBiases * kBiasBytes;
+constexpr int kExchange = kBias + kBiasBytes;
 constexpr int kOnes = kExchange + kSumBytes;
 constexpr int kZeros = kOnes + kFoldBytes;
 constexpr int kBarriers = kZeros + kFoldBytes;
-constexpr int kSmemBytes = kBarriers + 16 * (kStages + kG + 1 + kBiases) + 1024;
+constexpr int kSmemBytes = kBarriers + 16 * (kStages + kG + 2) + 1024;
 static_assert(kWideBias, "the bias comes in fp32");
 static_assert(!kAhead || kG % 2 == 0, "score tiles alternate");
 static_assert(kG >= 2 && kStages >= 3, "a stage is held for two steps after its first");
@@ -48,13 +43,10 @@ struct Barriers {
   __device__ u32 empty(int stage) const { return base + 8 * (kStages + stage); }
   __device__ u32 resident_full(int g) const { return base + 8 * (2 * kStages + g); }
   __device__ u32 resident_empty(int g) const { return base + 8 * (2 * kStages + kG + g); }
-  // Unless kHandover: the half of the exchange that warpgroup w sent off may be written again.
+  // What warpgroup w sent off from the exchange (its half, or with kHandover all, w = 1) has left.
   __device__ u32 sent(int w) const { return base + 16 * (kStages + kG) + 8 * w; }
-  // kHandover: the exchange holds the sums of warpgroup 0; it may be written again.
-  __device__ u32 given() const { return sent(1); }
-  __device__ u32 taken() const { return sent(0); }
-  __device__ u32 bias_full(int i) const { return base + 16 * (kStages + kG + 1 + i); }
-  __device__ u32 bias_empty(int i) const { return base + 16 * (kStages + kG + 1 + i) + 8; }
+  __device__ u32 bias_full() const { return base + 16 * (kStages + kG + 1); }
+  __device__ u32 bias_empty() const { return base + 16 * (kStages + kG + 1) + 8; }
 };
 
 struct Item {
@@ -83,38 +75,22 @@ DEV int slice_of(const Item& item, int w, int g) {
   return (item.group * kConsumers + w) * kG + g;
 }
 
-// Load 64 rows of two operands and their fold.
-template <bool kStream>
-DEV void load_rows(u32 to, u32 full, const TensorMap* first, const TensorMap* second,
-                   const unsigned char* fold, const Item& item, int tile, int slice) {
-  if constexpr (kStream) {
-    tma_load(to, first, full, 0, tile * kTile, item.head, slice, item.batch, l2_stream());
-    tma_load(to + kOperandBytes, second, full, 0, tile * kTile, item.head, slice, item.batch,
-             l2_stream());
-  } else {
-    tma_load(to, first, full, 0, tile * kTile, item.head, slice, item.batch);
-    tma_load(to + kOperandBytes, second, full, 0, tile * kTile, item.head, slice, item.batch);
-  }
-  bulk_load(to + 2 * kOperandBytes, fold, kFoldBytes, full);
-}
-
 DEV void produce(const Params& p, u32 smem, Barriers bars) {
   Ring<kStages> ring;
-  Ring<kBiases> biases;
-  u32 resident_parity = 1;
+  u32 resident_parity = 1, bias_parity = 1;
   const int tiles = (p.tokens + kTile - 1) / kTile;
   const i64 dropped_rows = row_fold_index(p, p.batch, 0, 0, 0);  // after all others
   const int end = first_item(p, blockIdx.x + 1);
   for (int index = first_item(p, blockIdx.x); index < end; ++index) {
     const Item item = decode_item(p, p.order[index], tiles);
     for (int tile = 0; tile < tiles; ++tile) {
-      mbar_wait(bars.bias_empty(biases.index), biases.parity ^ 1);
-      mbar_expect(bars.bias_full(biases.index), kBiasBytes);
-      bulk_load(smem + kBias + biases.index * kBiasBytes,
+      mbar_wait(bars.bias_empty(), bias_parity);
+      mbar_expect(bars.bias_full(), kBiasBytes);
+      bulk_load(smem + kBias,
                 p.bias_s +
                     bias_tile_index(p, item.batch, item.head, item.tile, tile) * kBiasBytes,
-                kBiasBytes, bars.bias_full(biases.index));
-      biases.advance();
+                kBiasBytes, bars.bias_full());
+      bias_parity ^= 1;
       for (int g = 0; g < kG; ++g) {
         if (tile == 0) {
           const u32 full = bars.resident_full(g);
@@ -126,8 +102,8 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
             const i64 row = slice < p.outer
                                 ? row_fold_index(p, item.batch, slice, item.head, item.tile)
                                 : dropped_rows;
-            load_rows<kHints>(smem + kResident + g * kPairBytes + w * kSliceBytes, full, &p.q,
-                              &p.dout, p.row_fold + row * 16, item, item.tile, slice);
+            load_rows(smem + kResident + g * kPairBytes + w * kSliceBytes, full, &p.q, &p.dout,
+                      p.row_fold + row * 16, {item.tile, item.head, slice, item.batch});
           }
         }
         const u32 full = bars.full(ring.index);
@@ -136,9 +112,9 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
         for (int w = 0; w < kConsumers; ++w) {
           const int slice = slice_of(item, w, g);
           const int inside = min(slice, p.outer - 1);  // TMA clips by itself, bulk copies do not
-          load_rows<false>(smem + ring.index * kPairBytes + w * kSliceBytes, full, &p.k, &p.v,
-                           p.key_fold + key_fold_index(p, item.batch, inside, tile) * 16, item,
-                           tile, slice);
+          load_rows(smem + ring.index * kPairBytes + w * kSliceBytes, full, &p.k, &p.v,
+                    p.key_fold + key_fold_index(p, item.batch, inside, tile) * 16,
+                    {tile, item.head, slice, item.batch});
         }
         ring.advance();
       }
@@ -152,11 +128,20 @@ DEV float* sums_of(const Params& p, int at) {
   return p.dbias_partial + static_cast<i64>(at) * kTile * kTile;
 }
 
+// Add sums to a tile of the strip, or write them if they are the first there.
+DEV void send(float* to, u32 from, int bytes, bool fresh) {
+  if (fresh)
+    bulk_store(to, from, bytes);
+  else
+    bulk_reduce_add_f32(to, from, bytes);
+  bulk_commit();
+}
+
 // The sums of both warpgroups are added to a tile of the strip: each gives the other one half of
 // its own through the exchange, adds the half that it was given and sends the result off.
 template <int kOwn>
 DEV void give_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread) {
-  const u32 other = exchange + (1 - kOwn) * kSumHalf + thread * 16;
+  const u32 other = exchange + (1 - kOwn) * (kSumBytes / 2) + thread * 16;
   mbar_wait(bars.sent(1 - kOwn), parity);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -168,7 +153,8 @@ DEV void give_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 pari
 
 template <int kOwn>
 DEV void send_sums(const float (&sum)[32], u32 exchange, int thread, float* tile, bool fresh) {
-  const u32 own = exchange + kOwn * kSumHalf + thread * 16;
+  constexpr int kHalf = kSumBytes / 2;
+  const u32 own = exchange + kOwn * kHalf + thread * 16;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* x = sum + kOwn * 16 + 4 * i;
@@ -180,33 +166,23 @@ DEV void send_sums(const float (&sum)[32], u32 exchange, int thread, float* tile
   }
   fence_async_shared();  // the copy below reads through the async proxy
   named_sync(1 + kOwn, 128);
-  if (thread == 0) {
-    void* to = reinterpret_cast<unsigned char*>(tile) + kOwn * kSumHalf;
-    const u32 from = exchange + kOwn * kSumHalf;
-    if (fresh)
-      bulk_store(to, from, kSumHalf);
-    else
-      bulk_reduce_add_f32(to, from, kSumHalf);
-    bulk_commit();
-  }
+  if (thread == 0) send(tile + kOwn * kHalf / 4, exchange + kOwn * kHalf, kHalf, fresh);
 }
 
 // The same, but warpgroup 0 hands all of its sums over and goes on, and warpgroup 1, which follows
-// it, adds its own and sends them off.
-DEV void hand_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity,
-                   int thread) {
-  mbar_wait(bars.taken(), parity);
+// it, adds its own and sends them off. The exchange is free again once it says so (sent(1)).
+DEV void hand_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread) {
+  mbar_wait(bars.sent(1), parity);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     sts128(exchange + thread * 16 + i * 2048,
            make_uint4(__float_as_uint(sum[4 * i]), __float_as_uint(sum[4 * i + 1]),
                       __float_as_uint(sum[4 * i + 2]), __float_as_uint(sum[4 * i + 3])));
-  release(bars.given(), thread);
+  named_arrive(3, 128 * kConsumers);
 }
 
-DEV void take_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity,
-                   int thread) {
-  mbar_wait(bars.given(), parity);
+DEV void take_over(const float (&sum)[32], u32 exchange, int thread, float* tile, bool fresh) {
+  named_sync(3, 128 * kConsumers);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const u32 at = exchange + thread * 16 + i * 2048;
@@ -216,26 +192,9 @@ DEV void take_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 pari
                           __float_as_uint(sum[4 * i + 2] + __uint_as_float(y.z)),
                           __float_as_uint(sum[4 * i + 3] + __uint_as_float(y.w))));
   }
-  fence_async_shared();  // the copy that follows reads through the async proxy
+  fence_async_shared();  // the copy below reads through the async proxy
   named_sync(2, 128);
-}
-
-// Send a tile of the strip off. What was added to it before is one of the older groups of copies,
-// and these are complete, except if a strip is one tile.
-DEV void send(float* to, u32 exchange, bool fresh, bool single) {
-  if (single)
-    bulk_wait<0>();
-  else
-    bulk_wait<1>();
-  if (kHints && fresh)
-    bulk_store(to, exchange, kSumBytes, l2_keep());
-  else if (kHints)
-    bulk_reduce_add_f32(to, exchange, kSumBytes, l2_keep());
-  else if (fresh)
-    bulk_store(to, exchange, kSumBytes);
-  else
-    bulk_reduce_add_f32(to, exchange, kSumBytes);
-  bulk_commit();
+  if (thread == 0) send(tile, exchange, kSumBytes, fresh);
 }
 
 // Write dQ of an item through the staging tiles of this warpgroup.
@@ -266,7 +225,6 @@ DEV void store_queries(const Params& p, const Item& item, const float (&dq)[kG][
 // under the rounding and summing of dS.
 DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int thread) {
   Ring<kStages> ring;
-  Ring<kBiases> biases;
   u32 item_parity = 0, tile_parity = 0;
   const int tiles = (p.tokens + kTile - 1) / kTile;
   const int end = first_item(p, blockIdx.x + 1);
@@ -297,10 +255,10 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
     int last = ring.index;
     for (int tile = 0; tile < tiles; ++tile) {
       const bool last_tile = tile + 1 == tiles;
-      WideBias<kHeld> bias;
-      mbar_wait(bars.bias_full(biases.index), biases.parity);
-      load_wide(bias, smem + kBias + biases.index * kBiasBytes + thread * 16);
-      if constexpr (kHeld == 32) release(bars.bias_empty(biases.index), thread);
+      WideBias bias;
+      mbar_wait(bars.bias_full(), tile_parity);
+      load_wide(bias, smem + kBias + thread * 16);
+      release(bars.bias_empty(), thread);
 #pragma unroll
       for (int g = 0; g < kG; ++g) {
         const int before = (g + kG - 1) % kG, after = (g + 1) % kG;
@@ -331,20 +289,12 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
                           ones);
         accumulate_tokens(dq[before], gradient, last_k, tile);
         if constexpr (kSplit) accumulate_tokens(dq[before], rest, last_k, 1);
-        if constexpr (kAhead && !kGroups) next_scores();
+        if constexpr (kAhead) next_scores();
         wgmma_commit();
         wide_exponentials(now, bias, p.scale2);
-        if constexpr (kAhead && kGroups) {
-          wgmma_fence();
-          next_scores();
-          wgmma_commit();
-          wgmma_wait<1>();
-        } else {
-          keep_order(now, full, parity);
-          wgmma_wait<0>();
-        }
+        keep_order(now, full, parity);
+        wgmma_wait<0>();
         if (g > 0 || tile > 0) release(bars.empty(last), thread);
-        if (kHeld < 32 && g == kG - 1) release(bars.bias_empty(biases.index), thread);
         if (last_tile) release(bars.resident_empty(g), thread);
         last = stage;
         last_k = keys;
@@ -365,16 +315,12 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
-        if (kHandover && g == 1 && warpgroup == 1 && thread == 0) {
-          bulk_wait_read<0>();
-          mbar_arrive(bars.taken());
-        }
-        if (!kHandover && g == kWaitStep) {
+        if (g == kWaitStep && (!kHandover || warpgroup == 1)) {
           if (thread == 0) bulk_wait<0>();  // complete: the sums of the next item come after these
           if (EVERY_LANE) named_sync(1 + warpgroup, 128);
           if (EVERY_LANE || thread == 0) mbar_arrive(bars.sent(warpgroup));
         }
-        if constexpr (!kAhead || kGroups) {
+        if constexpr (!kAhead) {
           keep_words(kSplit ? rest : gradient, never, full, parity);
           wgmma_wait<0>();
         }
@@ -383,9 +329,7 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         if (warpgroup == 0)
           hand_over(sum, smem + kExchange, bars, tile_parity, thread);
         else
-          take_over(sum, smem + kExchange, bars, tile_parity, thread);
-        if (warpgroup == 1 && thread == 0)
-          send(sums_of(p, first_sum + tile), smem + kExchange, fresh, tiles == 1);
+          take_over(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
       } else {
         if (warpgroup == 0)
           give_sums<0>(sum, smem + kExchange, bars, tile_parity, thread);
@@ -397,7 +341,6 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
         else
           send_sums<1>(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
       }
-      biases.advance();
       tile_parity ^= 1;
     }
     wgmma_fence();
@@ -431,16 +374,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbar_init(bars.resident_full(g), 1);
       mbar_init(bars.resident_empty(g), kConsumerArrivals);
     }
-    for (int i = 0; i < kBiases; ++i) {
-      mbar_init(bars.bias_full(i), 1);
-      mbar_init(bars.bias_empty(i), kConsumerArrivals);
-    }
-    if constexpr (kHandover) {
-      mbar_init(bars.given(), kConsumerArrivals / kConsumers);
-      mbar_init(bars.taken(), 1);
-    } else {
-      for (int w = 0; w < kConsumers; ++w) mbar_init(bars.sent(w), EVERY_LANE ? 128 : 1);
-    }
+    mbar_init(bars.bias_full(), 1);
+    mbar_init(bars.bias_empty(), kConsumerArrivals);
+    for (int w = 0; w < kConsumers; ++w) mbar_init(bars.sent(w), EVERY_LANE ? 128 : 1);
     mbar_init_fence();
   }
   __syncthreads();

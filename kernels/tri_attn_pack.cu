@@ -3,7 +3,7 @@
 //   mask [B, O, N] bool, any strides              ->  one 64-bit word per key tile.
 // Blocks 0 .. bias_blocks-1 write one bias tile each (through shared memory, reading along the
 // faster axis); each warp of the other blocks writes one word.
-// Constants: BIAS_F32; FINITE (may be missing): finite values alone, for products with zeros.
+// Constants: BIAS_F32.
 #include "tile.cuh"
 
 struct Params {
@@ -18,23 +18,12 @@ struct Params {
 
 constexpr int TILE = 64;
 constexpr int THREADS = 128;
-#if FINITE
-#define DROPPED -0x1p120f  // far below the least bias
-#else
-#define DROPPED -INF
-#endif
 
 DEV float load_bias(const void* bias, i64 at) {
 #if BIAS_F32
   return static_cast<const float*>(bias)[at];
 #else
-  const float value = __uint_as_float(static_cast<u32>(static_cast<const u16*>(bias)[at]) << 16);
-#if FINITE
-  constexpr float MOST = 0x1p100f;
-  return value > MOST ? MOST : value < -MOST ? -MOST : value;  // NaN stays
-#else
-  return value;
-#endif
+  return __uint_as_float(static_cast<u32>(static_cast<const u16*>(bias)[at]) << 16);
 #endif
 }
 
@@ -49,7 +38,7 @@ DEV void pack_bias(const Params& p, int block) {
     const int fast = i % TILE, slow = i / TILE;
     const int r = along_keys ? slow : fast, c = along_keys ? fast : slow;
     const int q = qt * TILE + r, k = kt * TILE + c;
-    float value = k < p.n ? 0.f : DROPPED;
+    float value = k < p.n ? 0.f : -INF;
     if (q < p.n && k < p.n) value = load_bias(p.bias, base + q * p.bias_q + k * p.bias_k);
     tile[r][c] = value;
   }

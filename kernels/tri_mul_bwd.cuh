@@ -16,11 +16,10 @@ static_assert(CZ <= 128 && CH <= 128, "weight gradients must fit into the regist
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr int TERMS = 1024, PAIRS = 512;  // bytes of one table
-constexpr int C_SPAN = WIDE && CB == 2 ? 2 : 1, H_SPAN = WIDE && HB == 2 ? 2 : 1;  // tiles a product
 
 // Of a stage. full: operands are there; empty: and used; ready: d of all members is in the stage.
-// With STORER a part of the stage lives longer, as the result takes its place: late: it is there;
-// done: the result is; free: and stored.
+// A part of the stage lives longer, as the result takes its place: late: it is there; done: the
+// result is; free: and stored.
 template <int Stages>
 struct BarriersOf {
   static constexpr int BYTES = 48 * Stages + 8;
@@ -37,7 +36,7 @@ struct BarriersOf {
   __device__ void init(int members) const {
     for (int i = 0; i < Stages; ++i) {
       mbar_init(full(i), 3);
-      mbar_init(empty(i), STORER ? 4 * members : 4 * (members - 1) + 1);
+      mbar_init(empty(i), 4 * members);
       mbar_init(ready(i), 4 * members);
       mbar_init(late(i), 1);
       mbar_init(done(i), 4);
@@ -114,15 +113,10 @@ struct Correction {
   }
 };
 
-// Descriptor of Span tiles side by side whose rows are K (Trans 1): 64 Span columns.
-template <int Span>
-DEV u64 across(u64 desc) {
-  return desc + (Span > 1 ? static_cast<u64>((BLOCK >> 4) - 1) << 16 : 0);
-}
-// Accumulators of the c-th Span tiles.
-template <int Span, int N>
-DEV float (&tiles_of(float (&sums)[N], int c))[32 * Span] {
-  return reinterpret_cast<float(&)[32 * Span]>(sums[32 * Span * c]);
+// Accumulators of the c-th tile.
+template <int N>
+DEV float (&tile_of(float (&sums)[N], int c))[32] {
+  return reinterpret_cast<float(&)[32]>(sums[32 * c]);
 }
 
 // Words of a bf16 A fragment, k16 step q, from the packed accumulators of one 64-wide tile.

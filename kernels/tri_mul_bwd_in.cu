@@ -12,11 +12,10 @@
 // and the members take turns to finish an item, while the others go on to the next:
 //   4. D [positions, C] = sum over all units d^T W', add the carry, layer norm gradient, store.
 //   warpgroups 0, 1: consumers (two teams of one if TEAM is 1); warpgroup 2: warp 0 bulk loads,
-//   with STORER warp 1 bulk stores, warps 2, 3 row statistics and mask
+//   warp 1 bulk stores, warps 2, 3 row statistics and mask
 //   smem  weights | STAGES x (z, da or db -> d of values, d of gates, carry, terms, pairs, masks) |
 //   vectors | barriers
-// Constants: CZ, CH, STAGES, LAST, SUMS (whether weights are trained), WIDE (products of 128
-// channels), STORER, SHARED_BYTES.
+// Constants: CZ, CH, STAGES, LAST, SUMS (whether weights are trained), SHARED_BYTES.
 #include "tri_mul_bwd.cuh"
 
 struct Params {
@@ -57,36 +56,29 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
     const Item item = Item::at(p.grid, index);
     const u32 full = bars.full(ring.index);
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
-    mbar_expect(full, ((STORER ? CB : 2 * CB) + TEAM) * BLOCK);
+    mbar_expect(full, (CB + TEAM) * BLOCK);
     load_positions(ring.stage + Z, &p.z, full, item);
     for (int c = 0; c < TEAM * 64; c += BOX) {
       const int channel = p.unit * 64 + c;
       tma_load(ring.stage + D_VALUE + c * 128, &p.d, full, item.k, item.i, channel % CH, item.b,
                channel / CH);
     }
-    u32 late = full;
-    if (STORER) {
-      late = bars.late(ring.index);
-      mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
-      mbar_expect(late, CB * BLOCK);
-    }
+    const u32 late = bars.late(ring.index);
+    mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
+    mbar_expect(late, CB * BLOCK);
     load_positions(ring.stage + CARRY, &p.carry, late, item);
     ring.advance(1);
   }
-}
-
-DEV void send(const Params& p, u32 stage, int index) {
-  const Item item = Item::at(p.grid, index);
-  for (int c = 0; c < CB; ++c)
-    tma_store(&p.carry, stage + CARRY + c * BLOCK, 64 * c, item.k, item.i, item.b);
-  bulk_commit();
 }
 
 DEV void store_results(const Params& p, u32 smem, Barriers bars) {
   Stages ring(smem + AT_STAGES);
   for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
     mbar_wait_idle(bars.done(ring.index), ring.parity);
-    send(p, ring.stage, index);
+    const Item item = Item::at(p.grid, index);
+    for (int c = 0; c < CB; ++c)
+      tma_store(&p.carry, ring.stage + CARRY + c * BLOCK, 64 * c, item.k, item.i, item.b);
+    bulk_commit();
     bulk_wait_read<0>();
     mbar_arrive(bars.free(ring.index));
     ring.advance(1);
@@ -177,10 +169,10 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   for (int q = 0; q < 4; ++q) {
     const int accumulate = more | (q > 0);
 #pragma unroll
-    for (int c = 0; c < CB / C_SPAN; ++c) {
-      const u64 tile = across<C_SPAN>(z) + c * (BLOCK >> 4) + q * Smem::STEP_ROWS;
-      add_product<1>(tiles_of<C_SPAN>(sums.value, c), d_value, q, tile, accumulate);
-      add_product<1>(tiles_of<C_SPAN>(sums.gate, c), d_gate, q, tile, accumulate);
+    for (int c = 0; c < CB; ++c) {
+      const u64 tile = z + c * (BLOCK >> 4) + q * Smem::STEP_ROWS;
+      add_product<1>(tile_of(sums.value, c), d_value, q, tile, accumulate);
+      add_product<1>(tile_of(sums.gate, c), d_gate, q, tile, accumulate);
     }
     const u64 columns = terms + q * TERMS_STEP;
     add_product<0>(sums.terms, d_value, q, columns, accumulate);
@@ -188,14 +180,14 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   }
 }
 
-// D of the c-th C_SPAN tiles of channels of z from the d of all units.
-DEV void issue_carry(float (&acc)[32 * C_SPAN], u64 stage, u64 weights, int c) {
+// D of the c-th 64 channels of z from the d of all units.
+DEV void issue_carry(float (&acc)[32], u64 stage, u64 weights, int c) {
 #pragma unroll
   for (int u = 0; u < TEAM; ++u) {
 #pragma unroll
     for (int gate = 0; gate < 2; ++gate) {
       const u64 d = stage + ((D_VALUE + (gate * TEAM + u) * BLOCK) >> 4);
-      const u64 w = across<C_SPAN>(weights) + ((2 * u + gate) * CB + c) * (BLOCK >> 4);
+      const u64 w = weights + ((2 * u + gate) * CB + c) * (BLOCK >> 4);
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         wgmma_ss<1, 1>(acc, d + q * Smem::STEP_ROWS, w + q * Smem::STEP_ROWS, u + gate + q > 0);
@@ -237,7 +229,7 @@ DEV void norm_gradient(float (&acc)[CB * 32], u32 stage, const Worker& w) {
 // Adds the carry to D; with LAST turns it into dz. Leaves the result in the carry's place.
 DEV void complete(float (&acc)[CB * 32], u32 stage, Barriers bars, int n) {
   const Worker w = Worker::now();
-  if (STORER) mbar_wait(bars.late(n % STAGES), n / STAGES & 1);
+  mbar_wait(bars.late(n % STAGES), n / STAGES & 1);
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
     u32 carry[4];
@@ -250,7 +242,7 @@ DEV void complete(float (&acc)[CB * 32], u32 stage, Barriers bars, int n) {
     }
   }
   if (LAST) norm_gradient(acc, stage, w);
-  if (STORER) arrive_warp(bars.empty(n % STAGES));
+  arrive_warp(bars.empty(n % STAGES));
 #pragma unroll
   for (int q = 0; q < 4 * CB; ++q) {
     const float* x = acc + 8 * q;
@@ -288,31 +280,21 @@ DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
   wgmma_wait<0>();
 }
 
-DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
+DEV void finish(u32 smem, Barriers bars, int n) {
   const int slot = n % STAGES;
   const u32 stage = smem + AT_STAGES + slot * STAGE;
   float acc[CB * 32];
   mbar_wait(bars.ready(slot), n / STAGES & 1);
   wgmma_fence();
 #pragma unroll
-  for (int c = 0; c < CB / C_SPAN; ++c)
-    issue_carry(tiles_of<C_SPAN>(acc, c), Smem::desc(stage), Smem::desc(smem), c);
+  for (int c = 0; c < CB; ++c)
+    issue_carry(tile_of(acc, c), Smem::desc(stage), Smem::desc(smem), c);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_pin(acc);
   complete(acc, stage, bars, n);
   fence_async_shared();
-  if (STORER) {
-    arrive_warp(bars.done(slot));
-    return;
-  }
-  const Worker w = Worker::now();
-  named_sync(1 + w.group, 128);
-  if (w.warp + w.lane == 0) {
-    send(p, stage, blockIdx.x + n * gridDim.x);
-    bulk_wait_read<0>();
-    mbar_arrive(bars.empty(slot));
-  }
+  arrive_warp(bars.done(slot));
 }
 
 // Leaves the sums of a team over its items, if it found one.
@@ -339,14 +321,12 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
   for (; blockIdx.x + n * gridDim.x < p.grid.tiles; n += TEAMS) {
     accumulate(smem, bars, sums, n);
     if (TEAM == 1 || (n + group) % TEAM == 0) {
-      finish(p, smem, bars, n);
+      finish(smem, bars, n);
     } else {
       arrive_warp(bars.empty(n % STAGES));
     }
   }
   if (SUMS) store_partial(p, sums, team, n > team);
-  const Worker w = Worker::now();
-  if (w.warp + w.lane == 0) bulk_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
@@ -361,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     reg_dealloc<PRODUCER_REGISTERS>();
     const int thread = threadIdx.x % 128;
     if (thread == 0) produce(p, base, bars);
-    if (STORER && thread == 32) store_results(p, base, bars);
+    if (thread == 32) store_results(p, base, bars);
     if (thread >= 64) prepare_positions(p, base, bars, thread - 64);
   } else {
     reg_alloc<CONSUMER_REGISTERS>();

@@ -12,11 +12,10 @@
 //   4. D [positions, H] = sum over all channels d W_z', layer norm gradient -> dx (transposed)
 //   5. carry [positions, C] = sum over all channels d W_g'
 //   warpgroups 0, 1: consumers (two teams of one if C <= 64); warpgroup 2: warp 0 bulk loads,
-//   with STORER warp 1 bulk stores, warps 2, 3 row statistics
+//   warp 1 bulk stores, warps 2, 3 row statistics
 //   smem  weights | STAGES x (x, z, dout -> d of projections -> dx, d of gates -> carry, terms and
 //   pairs of x and z) | vectors | barriers
-// Constants: CZ, CH, STAGES, SUMS (whether weights are trained), WIDE (products of 128 channels),
-// STORER, SHARED_BYTES.
+// Constants: CZ, CH, STAGES, SUMS (whether weights are trained), SHARED_BYTES.
 #include "tri_mul_bwd.cuh"
 
 struct Params {
@@ -60,29 +59,15 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
     const Item item = Item::at(p.grid, index);
     const u32 full = bars.full(ring.index);
     mbar_wait_idle(bars.empty(ring.index), ring.parity ^ 1);
-    mbar_expect(full, (STORER ? HB + CB : HB + 2 * CB) * BLOCK);
+    mbar_expect(full, (HB + CB) * BLOCK);
     load_channels(ring.stage + X, &p.x, full, item);
     load_positions(ring.stage + Z, &p.z, full, item);
-    u32 late = full;
-    if (STORER) {
-      late = bars.late(ring.index);
-      mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
-      mbar_expect(late, CB * BLOCK);
-    }
+    const u32 late = bars.late(ring.index);
+    mbar_wait_idle(bars.free(ring.index), ring.parity ^ 1);
+    mbar_expect(late, CB * BLOCK);
     load_positions(ring.stage + D_VALUE, &p.dout, late, item);
     ring.advance(1);
   }
-}
-
-DEV void send_dx(const Params& p, u32 stage, const Item& item) {
-  for (int h = 0; h < HB; ++h)
-    tma_store(&p.dx, stage + D_VALUE + h * BLOCK, item.k, item.i, 64 * h, item.b);
-  bulk_commit();
-}
-DEV void send_carry(const Params& p, u32 stage, const Item& item) {
-  for (int c = 0; c < CB; ++c)
-    tma_store(&p.carry, stage + D_GATE + c * BLOCK, 64 * c, item.k, item.i, item.b);
-  bulk_commit();
 }
 
 DEV void store_results(const Params& p, u32 smem, Barriers bars) {
@@ -90,8 +75,11 @@ DEV void store_results(const Params& p, u32 smem, Barriers bars) {
   for (int index = blockIdx.x; index < p.grid.tiles; index += gridDim.x) {
     const Item item = Item::at(p.grid, index);
     mbar_wait_idle(bars.done(ring.index), ring.parity);
-    send_dx(p, ring.stage, item);
-    send_carry(p, ring.stage, item);
+    for (int h = 0; h < HB; ++h)
+      tma_store(&p.dx, ring.stage + D_VALUE + h * BLOCK, item.k, item.i, 64 * h, item.b);
+    for (int c = 0; c < CB; ++c)
+      tma_store(&p.carry, ring.stage + D_GATE + c * BLOCK, 64 * c, item.k, item.i, item.b);
+    bulk_commit();
     bulk_wait_read<0>();
     mbar_arrive(bars.free(ring.index));
     ring.advance(1);
@@ -191,24 +179,23 @@ DEV void issue_sums(Sums& sums, const u32 (&d_value)[16], const u32 (&d_gate)[16
   for (int q = 0; q < 4; ++q) {
     const int accumulate = more | (q > 0);
 #pragma unroll
-    for (int h = 0; h < HB / H_SPAN; ++h)
-      add_product<0>(tiles_of<H_SPAN>(sums.value, h), d_value, q,
+    for (int h = 0; h < HB; ++h)
+      add_product<0>(tile_of(sums.value, h), d_value, q,
                      x + h * (BLOCK >> 4) + q * Smem::STEP_COLS, accumulate);
 #pragma unroll
-    for (int c = 0; c < CB / C_SPAN; ++c)
-      add_product<1>(tiles_of<C_SPAN>(sums.gate, c), d_gate, q,
-                     across<C_SPAN>(z) + c * (BLOCK >> 4) + q * Smem::STEP_ROWS, accumulate);
+    for (int c = 0; c < CB; ++c)
+      add_product<1>(tile_of(sums.gate, c), d_gate, q,
+                     z + c * (BLOCK >> 4) + q * Smem::STEP_ROWS, accumulate);
     add_product<0>(sums.terms, d_value, q, x_terms + q * TERMS_STEP, accumulate);
     add_product<0>(sums.terms, d_gate, q, z_terms + (TERMS >> 4) + q * TERMS_STEP, 1);
   }
 }
 
-// D of 64 Span input channels from the d of all channels; weights: tile of the first 64 channels.
-template <int Span>
-DEV void issue_back(float (&acc)[32 * Span], u64 d, u64 weights) {
+// D of 64 input channels from the d of all channels; weights: their tile for the first 64.
+DEV void issue_back(float (&acc)[32], u64 d, u64 weights) {
 #pragma unroll
   for (int q = 0; q < Z_STEPS; ++q) {
-    const u64 w = across<Span>(weights) + q / 4 * ((HB + CB) * BLOCK >> 4) + q % 4 * Smem::STEP_ROWS;
+    const u64 w = weights + q / 4 * ((HB + CB) * BLOCK >> 4) + q % 4 * Smem::STEP_ROWS;
     wgmma_ss<0, 1>(acc, d + channel_step(q), w, q > 0);
   }
 }
@@ -245,7 +232,7 @@ DEV void norm_gradient(float (&acc)[HB * 32], u32 stage) {
   }
 }
 
-DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
+DEV void finish(u32 smem, Barriers bars, int n) {
   const int slot = n % STAGES;
   const u32 stage = smem + AT_STAGES + slot * STAGE;
   const u64 weights = Smem::desc(smem);
@@ -254,16 +241,15 @@ DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
     float acc[HB * 32];
     wgmma_fence();
 #pragma unroll
-    for (int h = 0; h < HB / H_SPAN; ++h)
-      issue_back<H_SPAN>(tiles_of<H_SPAN>(acc, h), Smem::desc(stage + D_VALUE),
-                         weights + h * (BLOCK >> 4));
+    for (int h = 0; h < HB; ++h)
+      issue_back(tile_of(acc, h), Smem::desc(stage + D_VALUE), weights + h * (BLOCK >> 4));
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(acc);
     norm_gradient(acc, stage);
     const Worker w = Worker::now();
     named_sync(1 + w.group, 128);  // all four warps are done with d of the projections
-    if (STORER) arrive_warp(bars.empty(slot));
+    arrive_warp(bars.empty(slot));
 #pragma unroll
     for (int q = 0; q < 4 * HB; ++q) {
       const float* x = acc + 8 * q;
@@ -274,18 +260,10 @@ DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
   float acc[CB * 32];
   wgmma_fence();
 #pragma unroll
-  for (int c = 0; c < CB / C_SPAN; ++c)
-    issue_back<C_SPAN>(tiles_of<C_SPAN>(acc, c), Smem::desc(stage + D_GATE),
-                       weights + (HB + c) * (BLOCK >> 4));
+  for (int c = 0; c < CB; ++c)
+    issue_back(tile_of(acc, c), Smem::desc(stage + D_GATE), weights + (HB + c) * (BLOCK >> 4));
   wgmma_commit();
   const Worker w = Worker::now();
-  const bool leader = w.warp + w.lane == 0;
-  const Item item = Item::at(p.grid, blockIdx.x + n * gridDim.x);
-  if (!STORER) {
-    fence_async_shared();
-    named_sync(1 + w.group, 128);
-    if (leader) send_dx(p, stage, item);
-  }
   wgmma_wait<0>();
   wgmma_pin(acc);
   named_sync(1 + w.group, 128);  // all four warps are done with d of the gates
@@ -297,16 +275,7 @@ DEV void finish(const Params& p, u32 smem, Barriers bars, int n) {
              pack_bf16(x[6], x[7]));
   }
   fence_async_shared();
-  if (STORER) {
-    arrive_warp(bars.done(slot));
-    return;
-  }
-  named_sync(1 + w.group, 128);
-  if (leader) {
-    send_carry(p, stage, item);
-    bulk_wait_read<0>();
-    mbar_arrive(bars.empty(slot));
-  }
+  arrive_warp(bars.done(slot));
 }
 
 DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
@@ -326,7 +295,7 @@ DEV void accumulate(u32 smem, Barriers bars, Sums& sums, int n) {
     wgmma_ss<0, 0>(gate, weights + (HB * BLOCK >> 4) + channel_step(q),
                    Smem::desc(stage + Z) + channel_step(q), q > 0);
   wgmma_commit();
-  if (STORER) mbar_wait(bars.late(slot), n / STAGES & 1);
+  mbar_wait(bars.late(slot), n / STAGES & 1);
   wgmma_wait<0>();
   wgmma_pin(value);
   wgmma_pin(gate);
@@ -364,14 +333,12 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
   for (; blockIdx.x + n * gridDim.x < p.grid.tiles; n += TEAMS) {
     accumulate(smem, bars, sums, n);
     if (MEMBERS == 1 || (n + group) % MEMBERS == 0) {
-      finish(p, smem, bars, n);
+      finish(smem, bars, n);
     } else {
       arrive_warp(bars.empty(n % STAGES));
     }
   }
   if (SUMS) store_partial(p, sums, team, n > team);
-  const Worker w = Worker::now();
-  if (w.warp + w.lane == 0) bulk_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
@@ -389,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     reg_dealloc<PRODUCER_REGISTERS>();
     const int thread = threadIdx.x % 128;
     if (thread == 0) produce(p, base, bars);
-    if (STORER && thread == 32) store_results(p, base, bars);
+    if (thread == 32) store_results(p, base, bars);
     if (thread >= 64) prepare_positions(p, base, bars, thread - 64);
   } else {
     reg_alloc<CONSUMER_REGISTERS>();

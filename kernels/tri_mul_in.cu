@@ -7,11 +7,10 @@
 // products, gate, transposition by stmatrix, bulk store of [channels][positions]. Warpgroups work
 // on different items, so products of one run beside the gates of another. A block does SLICE units,
 // those whose weights it holds; the blocks of all slices take the same items at the same time.
-//   warpgroups 0 .. CONSUMERS - 1: consumers; the last: warp 0 producer, with STORER warps 1 .. store
-//   the units of one consumer each
+//   warpgroups 0 .. CONSUMERS - 1: consumers; the last: warp 0 producer, warps 1 .. store the units
+//   of one consumer each
 //   smem  weights | STAGES x z | CONSUMERS x 2 x output tile | vectors | barriers
-// With OVERLAP the products of the next unit run under the gates of this one.
-// Constants: CZ, CH, SLICE, OVERLAP, STORER, CONSUMERS, STAGES, SHARED_BYTES.
+// Constants: CZ, CH, SLICE, CONSUMERS, STAGES, SHARED_BYTES.
 #include "tri_mul.cuh"
 
 struct Params {
@@ -23,7 +22,7 @@ struct Params {
   Grid grid;
 };
 
-constexpr int SLICES = (UNITS + SLICE - 1) / SLICE, UNROLLED = OVERLAP ? SLICE : 1;
+constexpr int SLICES = (UNITS + SLICE - 1) / SLICE;
 constexpr int STAGE = CB * BLOCK;
 constexpr int WEIGHTS = SLICE * 2 * CB * BLOCK, VECTORS = SLICE * 64 * 16;
 constexpr int AT_STAGES = WEIGHTS;
@@ -40,7 +39,7 @@ struct Barriers {
   __device__ u32 full(int i) const { return base + 8 * i; }
   __device__ u32 empty(int i) const { return base + 8 * (STAGES + i); }
   __device__ u32 weights() const { return base + 16 * STAGES; }
-  // Of output tile 0 or 1 of a consumer, with STORER: it holds a unit; the unit has left.
+  // Of output tile 0 or 1 of a consumer: it holds a unit; the unit has left.
   __device__ u32 filled(int group, int tile) const { return weights() + 8 + 32 * group + 8 * tile; }
   __device__ u32 freed(int group, int tile) const { return filled(group, tile) + 16; }
 };
@@ -60,9 +59,9 @@ DEV void produce(const Params& p, u32 smem, Barriers bars) {
   }
 }
 
-// Begins value = z W_p^T and gate = z W_g^T for the 64 channels of a unit.
-DEV void issue_products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_STEPS],
-                        u64 weights) {
+// value = z W_p^T and gate = z W_g^T for the 64 channels of a unit.
+DEV void products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 * Z_STEPS],
+                  u64 weights) {
   wgmma_fence();
 #pragma unroll
   for (int q = 0; q < Z_STEPS; ++q)
@@ -73,6 +72,9 @@ DEV void issue_products(float (&value)[32], float (&gate)[32], const u32 (&z)[4 
     wgmma_rs<0>(gate, z[4 * q], z[4 * q + 1], z[4 * q + 2], z[4 * q + 3],
                 weights + (CB * BLOCK >> 4) + channel_step(q), q > 0);
   wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_pin(value);
+  wgmma_pin(gate);
 }
 
 // Gated and masked values of one unit as bf16 fragments.
@@ -166,42 +168,22 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int group) {
         p.stats[first_position(p.grid, index) + row + 8 * r] =
             make_float4(m.rstd[r], offset[r], m.rstd[r] * weight[r], 0.f);
     }
-    float value[1 + OVERLAP][32], gate[1 + OVERLAP][32];
-    if (OVERLAP) issue_products(value[0], gate[0], z, weights);
-#pragma unroll(UNROLLED)
-    for (int unit = 0; unit < SLICE; ++unit) {
-      const int now = OVERLAP ? unit % 2 : 0;
-      const u64 next = weights + (unit + OVERLAP) * (2 * CB * BLOCK >> 4);
+#pragma unroll 1
+    for (int unit = 0; unit < SLICE; ++unit, ++count) {
+      float value[32], gate[32];
       u32 out[16];
-      if (!OVERLAP) issue_products(value[0], gate[0], z, next);
-      wgmma_wait<0>();
-      wgmma_pin(value[now]);
-      wgmma_pin(gate[now]);
-      if (OVERLAP && unit + 1 < SLICE)
-        issue_products(value[now ^ OVERLAP], gate[now ^ OVERLAP], z, next);
-      gated(out, value[now], gate[now], vectors + unit * 64 * 16, m.rstd, offset, weight);
+      products(value, gate, z, weights + unit * (2 * CB * BLOCK >> 4));
+      gated(out, value, gate, vectors + unit * 64 * 16, m.rstd, offset, weight);
       const u32 tile = count & 1;
-      if (STORER) {
-        mbar_wait(bars.freed(group, tile), (count >> 1 & 1) ^ 1);
-      } else {
-        if (thread == 0) bulk_wait_read<1>();
-        named_sync(1 + group, 128);  // the store before the last has left this tile
-      }
+      mbar_wait(bars.freed(group, tile), (count >> 1 & 1) ^ 1);
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         stmatrix_trans(fragment_trans(output + tile * BLOCK, warp, lane, q), out[4 * q],
                        out[4 * q + 1], out[4 * q + 2], out[4 * q + 3]);
       fence_async_shared();
-      if (STORER) {
-        arrive_warp(bars.filled(group, tile));
-      } else {
-        named_sync(1 + group, 128);
-        if (thread == 0) send_unit(p, output + tile * BLOCK, slice * SLICE + unit, item);
-      }
-      ++count;
+      arrive_warp(bars.filled(group, tile));
     }
   }
-  if (thread == 0) bulk_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
@@ -229,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     reg_dealloc<24>();
     const int warp = threadIdx.x / 32 % 4;
     if (threadIdx.x == CONSUMERS * 128) produce(p, base, bars);
-    if (STORER && threadIdx.x % 32 == 0 && warp > 0 && warp <= CONSUMERS)
+    if (threadIdx.x % 32 == 0 && warp > 0 && warp <= CONSUMERS)
       store_units(p, base, bars, warp - 1);
   } else {
     reg_alloc<CONSUMERS == 2 ? 240 : 160>();

@@ -89,7 +89,10 @@ def run_ranks(
     ends: list[Ended | int] = []
     for process, pipe in zip(processes, pipes, strict=True):
         process.join(timeout=120)
-        assert process.exitcode is not None, "a rank hangs"
+        if process.exitcode is None:
+            for left in processes:
+                left.kill()
+            raise AssertionError("a rank hangs")
         try:
             ends.append(pipe.recv())
         except EOFError:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "trace": {"errors"},
     "weights": BASE | {"checkpoint", "model"},
     "saver": BASE | {"checkpoint", "signals"},
-    "runfolder": BASE | {"checkpoint", "report", "saver"},
+    "runfolder": BASE | {"checkpoint", "lock", "report", "saver"},
     "infer": BASE | {"data", "kernels", "metrics", "model", "checkpoint", "dist", "weights"},
     "targets": BASE | {"data", "metrics"},
     "validate": BASE

@@ -37,6 +37,9 @@ with Lock(Path(sys.argv[1])) as held:
 """
 
 
+_started = lock._started
+
+
 @contextmanager
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Let another process hold the folder."""
@@ -82,13 +85,19 @@ def test_another_process_with_the_same_number_is_no_owner(tmp_path: Path) -> Non
     assert take(tmp_path) == []
 
 
-@pytest.mark.parametrize("changed", [{"host": "far"}, {"boot": "before"}, {"namespace": 1}, None])
-def test_silent_owner_elsewhere_is_succeeded(
+@pytest.mark.parametrize(
+    "changed", [{"host": "far"}, {"boot": "before"}, {"namespace": 1}, {"pid": 1}, None]
+)
+def test_silent_owner_is_succeeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any] | None
 ) -> None:
-    """None: a file that its owner was about to fill when it died."""
+    """None: a file that its owner was about to fill when it died.
+
+    Of an owner here with another user the system may not say when it started.
+    """
     monkeypatch.setattr(lock, "SILENCE", 0.2)
     monkeypatch.setattr(lock, "POLL", 0.02)
+    monkeypatch.setattr(lock, "_started", lambda pid: lock.UNKNOWN if pid == 1 else _started(pid))
     path = written(tmp_path, **(changed or {}))
     if changed is None:
         path.write_text("")
@@ -144,22 +153,71 @@ def test_one_of_many_succeeds_a_dead_owner(tmp_path: Path) -> None:
 
 def test_lock_of_a_successor_is_left_alone(tmp_path: Path) -> None:
     with Lock(tmp_path) as held:
+        held.check()
         held.take(print)
+        held.check()
         path = written(tmp_path, pid=1)
+        with pytest.raises(TpfError, match="taken over by process 1 on"):
+            held.check()
     assert path.exists()
 
 
+@pytest.mark.parametrize("third", [False, True])
+def test_new_owner_keeps_the_folder_or_learns_that_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: bool
+) -> None:
+    """A process removes the file of a dead owner so late that it gets that of the next one.
+
+    A third one may make the file while the second puts it back.
+    """
+    dead, rename = written(tmp_path, started=1).read_text(), Path.rename
+    others = json.dumps({"pid": 3, "host": "far", "since": "now"})
+
+    def then_the_third(path: Path, to: Path) -> None:
+        rename(path, to)
+        assert not third or Lock(tmp_path)._create(others)
+
+    with Lock(tmp_path) as first:
+        first.take(print)
+        mine = first.path.read_text()
+        monkeypatch.setattr(Path, "rename", then_the_third)
+        Lock(tmp_path)._remove(dead)
+        assert first.path.read_text() == (others if third else mine)
+        if third:
+            with pytest.raises(TpfError, match="taken over by process 3 on far"):
+                first.check()
+    assert [p.name for p in tmp_path.iterdir()] == (["lock"] if third else [])
+
+
+def test_deleted_file_of_a_live_owner_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "BEAT", 0.02)
+    with Lock(tmp_path) as held:
+        held.take(print)
+        held.path.unlink()
+        held.check()
+        limit = time.monotonic() + 10
+        while not held.path.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        with pytest.raises(UsageError, match="in use by"):
+            take(tmp_path)
+
+
 def test_folder_that_cannot_be_written_is_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="lock: cannot be written"):
+    with pytest.raises(UsageError, match="lock: cannot be read or written"):
         Lock(tmp_path / "none").take(print)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
-        with pytest.raises(UsageError, match=r"lock: cannot be written \(File too large\)"):
+        with pytest.raises(UsageError, match=r"cannot be read or written \(File too large\)"):
             Lock(tmp_path).take(print)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "lock").exists()
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UsageError, match=r"cannot be read or written \(Is a directory"):
+        Lock(tmp_path).take(print)
 
 
 def test_live_run_is_not_resumed_and_ends_without_a_lock(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_parameters_of_another_format_are_refused() -> None:
         flat(nn.Linear(2, 2, bias=False).bfloat16())
 
 
+def test_parameters_with_two_names_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"1\.weight is a second name"):
+        flat(nn.Sequential(layer, layer))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_parts_are_equal_and_cover_all_parameters(size: int) -> None:
     """What every rank reads and the stretches that it updates, against the whole vector."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import os
 import re
@@ -19,9 +21,9 @@ import torch
 from ranks import SMALL, Ended, Prepare, run_ranks, slurm_variables, small
 from runs import Messages, assert_bitwise, records, state, wait_for_step
 
+import tpf.trainer
 from tpf import checkpoint
 from tpf.errors import Interrupted, NonFinite, TpfError, UsageError
-from tpf.lock import Lock
 from tpf.replay import replay
 from tpf.runfolder import RunFolder
 from tpf.train import Options, _closing, train
@@ -41,13 +43,15 @@ def well(ends: list[Ended | int]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same two steps of four samples on one, two (twice) and four ranks.
 
-    With a name that ends in "whole" every rank keeps all of the optimiser's state.
+    With a name that ends in "whole" every rank keeps all of the optimiser's state. All save after
+    the first step, too: what came together for that must not get into the second.
     """
     folder = tmp_path_factory.mktemp("ranks")
     sizes = {"2": 2, "again": 2, "4": 4, "2 whole": 2, "4 whole": 4}
     found = {name: folder / name for name in ("1", *sizes)}
     for name, size in sizes.items():
-        well(go(size, found[name], f"train.shard={'whole' not in name}"))
+        shard = f"train.shard={'whole' not in name}"
+        well(go(size, found[name], shard, "train.checkpoint_every=1"))
     train(small(), Options(found["1"], validate=False), Messages())
     return found
 
@@ -79,8 +83,16 @@ def test_sharing_the_optimiser_changes_no_bit(runs: dict[str, Path], ranks: str)
     assert_bitwise(runs[ranks], runs[f"{ranks} whole"])
 
 
-def test_resume_takes_any_mode_and_number_of_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
-    start = tmp_path / "start"
+def test_resume_takes_any_mode_and_number_of_ranks(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system of rank 1 does not list the newest checkpoint yet."""
+    start, listed = tmp_path / "start", checkpoint._steps
+
+    def late(run: Path) -> list[tuple[int, Path]]:
+        return listed(run)[: -1 if os.environ.get("RANK") == "1" else None]
+
+    monkeypatch.setattr(checkpoint, "_steps", late)
     well(go(2, start, "train.steps=1"))
     for name, size in (("2 whole", 2), ("4", 4), ("4 whole", 4)):
         shutil.copytree(start, tmp_path / name)
@@ -156,6 +168,14 @@ def bad_input(trainer: Trainer) -> None:
     trainer.model.input_embedder.register_forward_pre_hook(spoil)
 
 
+def bad_gradient_and_disk(trainer: Trainer) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bad_gradient(trainer)
+    tpf.trainer.write_replay = fail  # in a process of its own
+
+
 def bad_memory(trainer: Trainer) -> None:
     def fail(*_: object) -> None:
         if trainer.step == 1:
@@ -168,6 +188,7 @@ def bad_memory(trainer: Trainer) -> None:
     ("fault", "kind", "words"),
     [
         (bad_gradient, NonFinite, r"gradient norm is nan; .*gradient of parameter linear_z"),
+        (bad_gradient_and_disk, NonFinite, r"gradient norm is nan; .*No space left on device"),
         (bad_input, NonFinite, r"loss is nan; first not finite: .*"),
         (bad_memory, TpfError, r"\(16 tokens, .*\): out of GPU memory"),
     ],
@@ -188,7 +209,7 @@ def test_a_fault_on_one_rank_stops_all_with_its_reason(
     assert [r["step"] for r in records(out)] == [1]
     assert checkpoint.load(checkpoint.resolve(out)).step == 1  # the state before the step
     assert not (out / "stacks").exists()
-    if kind is NonFinite:
+    if kind is NonFinite and fault is not bad_gradient_and_disk:
         replay(Path(str(ends[0].error).rsplit("--replay ", 1)[1]))
 
 
@@ -200,6 +221,26 @@ def test_main_rank_that_cannot_log_ends_all_and_stays_to_the_end(tmp_path: Path)
     for end in run_ranks(2, small("train.batch_size=2"), options, {0: unwritable}):
         assert isinstance(end, Ended) and end.error.shared
         assert "rank 0 failed: unexpected TypeError" in str(end.error)
+
+
+def test_run_that_was_taken_over_ends_without_saving(tmp_path: Path) -> None:
+    """The main rank was suspended during its first step, while one elsewhere took the folder."""
+    lock = tmp_path / "run" / "lock"
+
+    def suspended(trainer: Trainer) -> None:
+        def taken(*_: object) -> None:
+            lock.write_text(json.dumps(json.loads(lock.read_text()) | {"host": "far"}))
+
+        trainer.model.input_embedder.register_forward_pre_hook(taken)
+
+    config = small("train.batch_size=2", "train.checkpoint_every=1")
+    options = Options(tmp_path / "run", validate=False)
+    for end in run_ranks(2, config, options, {0: suspended}):
+        assert isinstance(end, Ended) and end.error.shared
+        assert re.search("rank 0 failed: .*taken over by process .* on far", str(end.error))
+    assert not (tmp_path / "run" / "train.jsonl").exists()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("*0*")] == ["step-000000"]
+    assert json.loads(lock.read_text())["host"] == "far"
 
 
 def test_ranks_that_end_together_wait_for_the_files_of_the_main_one(tmp_path: Path) -> None:
@@ -220,7 +261,7 @@ def test_ranks_that_end_together_wait_for_the_files_of_the_main_one(tmp_path: Pa
     for shared, expected in ((True, ["closed", "met"]), (False, ["closed"])):
         error.shared = shared
         events.clear()
-        with pytest.raises(Interrupted), _closing(run, Watched(), Other(), Lock(tmp_path)):  # type: ignore[arg-type]
+        with pytest.raises(Interrupted), _closing(run, Watched(), Other()):  # type: ignore[arg-type]
             raise error
         assert events == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from tpf.errors import UsageError
@@ -13,7 +14,8 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
 
     ``durable`` waits until it is on the disk. Raises ``OSError`` and leaves nothing behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"  # process ids repeat over machines
+    temporary = path.with_name(f".{path.name}.{unique}")
     try:
         with temporary.open("wb") as handle:
             handle.write(content)

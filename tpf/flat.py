@@ -27,8 +27,12 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module, world: World, *, shard: bool) -> None:
-        """Move the parameters; raises ``ValueError`` for one that is not FP32."""
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        """Move the parameters; raises ``ValueError`` for one that is not FP32 or has two names."""
+        once = dict(model.named_parameters())
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            if name not in once:
+                raise ValueError(f"{name} is a second name of a parameter; it would be kept twice")
+        named = {n: p for n, p in once.items() if p.requires_grad}
         if wrong := [name for name, p in named.items() if p.dtype != torch.float32]:
             raise ValueError(f"{wrong[0]} is {named[wrong[0]].dtype}; parameters are kept in FP32")
         self._world = world

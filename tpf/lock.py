@@ -2,7 +2,8 @@
 
 The file is made exclusively, which is atomic on local and network file systems. Whether its owner
 lives is asked of this machine, if it ran here since the last boot, by process id and start time.
-Elsewhere it is told by the time of the file, which the owner keeps moving.
+Elsewhere it is told by the time of the file, which the owner keeps moving. An owner that was
+suspended for too long finds another in its place, and must stop.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tpf.errors import UsageError
+from tpf.errors import TpfError, UsageError
 from tpf.signals import leave_interrupts
 
 BEAT = 15.0
@@ -27,6 +29,8 @@ BEAT = 15.0
 SILENCE = 60.0
 """Seconds without one after which an owner on another machine counts as dead."""
 POLL = 1.0
+UNKNOWN = -1
+"""Start of a process of which the system does not tell it."""
 
 
 class Lock:
@@ -34,8 +38,9 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
-        self._mine: str | None = None
+        self._mine = ""
         self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="tpf-lock", daemon=True)
 
     def __enter__(self) -> Lock:
         return self
@@ -52,27 +57,50 @@ class Lock:
         Raises ``UsageError`` naming the owner if it lives, or if the folder cannot be written.
         """
         mine = json.dumps(_identity())
-        while not self._create(mine):
-            seen = self._read()
-            if seen is None:
-                continue
-            if self._lives(seen, say):
-                owner = _words(self._read() or seen)
-                raise UsageError(
-                    f"run {self.path.parent} is in use by {owner}; wait until it ends, or stop it; "
-                    f"delete {self.path} only if no tpf runs there"
-                )
-            self._remove(seen)
+        try:
+            while not self._create(mine):
+                seen = self._look()
+                if seen is not None and self._lives(seen, say):
+                    owner = _words((self._look() or seen)[0])
+                    raise UsageError(
+                        f"run {self.path.parent} is in use by {owner}; wait until it ends, or stop "
+                        f"it; delete {self.path} only if no tpf runs there"
+                    )
+                if seen is not None:
+                    self._remove(seen[0])
+        except OSError as error:
+            raise UsageError(
+                f"{self.path}: cannot be read or written ({error.strerror}); free space or make "
+                "the run folder writable"
+            ) from error
         self._mine = mine
-        threading.Thread(target=self._beat, name="tpf-lock", daemon=True).start()
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise ``TpfError`` if the folder was taken and another process has it now."""
+        if not self._mine:
+            return
+        try:
+            seen = self._look()
+        except OSError:  # of a network: the next look will tell
+            return
+        if seen is not None and seen[0] not in (self._mine, ""):
+            raise TpfError(
+                f"run {self.path.parent} was taken over by {_words(seen[0])}, as this process gave "
+                f"no sign of life for {SILENCE:.0f} s; it stops without saving"
+            )
 
     def release(self) -> None:
         """Give the folder back, if it was taken."""
+        if not self._mine:
+            return
         self._released.set()
-        if self._mine is not None and self._read() == self._mine:
-            with suppress(OSError):
+        self._thread.join()
+        with suppress(OSError):
+            seen = self._look()
+            if seen is not None and seen[0] == self._mine:
                 self.path.unlink()
-        self._mine = None
+        self._mine = ""
 
     def _create(self, content: str) -> bool:
         """Make the file; return False if there is one."""
@@ -80,70 +108,61 @@ class Lock:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        except OSError as error:
-            raise self._unwritable(error) from error
         try:
             with os.fdopen(descriptor, "w") as handle:
                 handle.write(content)
                 handle.flush()
                 os.fsync(descriptor)
-        except OSError as error:
+        except OSError:
             self.path.unlink(missing_ok=True)
-            raise self._unwritable(error) from error
+            raise
         return True
 
-    def _unwritable(self, error: OSError) -> UsageError:
-        return UsageError(
-            f"{self.path}: cannot be written ({error.strerror}); free space or make the run folder "
-            "writable"
-        )
+    def _look(self) -> tuple[str, int] | None:
+        """Return the content and time of the file, None if there is none.
 
-    def _read(self) -> str | None:
-        """Return the content of the file, None if there is none."""
-        try:
-            return self.path.read_text()
-        except OSError:
-            return None
-
-    def _lives(self, seen: str, say: Callable[[str], None]) -> bool:
-        """Return whether the owner that the file names is at work."""
-        owner = _parse(seen)
-        here = _identity()
-        if all(owner.get(key) == here[key] for key in ("host", "boot", "namespace")):
-            return bool(_started(int(owner["pid"])) == owner["started"])
-        state, end = self._state(), time.monotonic() + SILENCE
-        if state is None or state[0] != seen:  # given back, or taken just now
-            return state is not None
-        say(
-            f"waiting {SILENCE:.0f} s for a sign of life of {_words(seen)}, which holds {self.path}"
-        )
-        while time.monotonic() < end and self._state() == state:
-            time.sleep(POLL)
-        return self._state() not in (state, None)
-
-    def _state(self) -> tuple[str, int] | None:
-        """Return the content and time of the file, opened so that network file systems look."""
+        It is opened, so that network file systems look anew.
+        """
         try:
             with self.path.open() as handle:
                 return handle.read(), os.fstat(handle.fileno()).st_mtime_ns
-        except OSError:
+        except FileNotFoundError:
             return None
 
+    def _lives(self, seen: tuple[str, int], say: Callable[[str], None]) -> bool:
+        """Return whether the owner that the file names is at work."""
+        owner, here = _parse(seen[0]), _identity()
+        if all(owner.get(key) == here[key] for key in ("host", "boot", "namespace")):
+            started = _started(int(owner["pid"]))
+            if started != UNKNOWN:
+                return bool(started == owner["started"])
+        end = time.monotonic() + SILENCE
+        say(
+            f"waiting {SILENCE:.0f} s for a sign of life of {_words(seen[0])}, which holds "
+            f"{self.path}"
+        )
+        while time.monotonic() < end and self._look() == seen:
+            time.sleep(POLL)
+        return self._look() not in (seen, None)
+
     def _remove(self, seen: str) -> None:
-        """Delete the file of a dead owner, and no other that came in its place."""
-        aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
+        """Delete the file of a dead owner; that of one which came in its place is made again."""
+        aside = self.path.with_name(f".lock.{secrets.token_hex(8)}")
         with suppress(FileNotFoundError):
             self.path.rename(aside)
-            if aside.read_text() == seen:
-                aside.unlink()
-            else:
-                aside.rename(self.path)
+            found = aside.read_text()
+            aside.unlink()
+            if found != seen:
+                self._create(found)
 
     def _beat(self) -> None:
         leave_interrupts()
         while not self._released.wait(BEAT):
-            if self._read() == self._mine:
-                with suppress(OSError):
+            with suppress(OSError):
+                seen = self._look()
+                if seen is None:  # deleted by a person, or by a process that died in ``_remove``
+                    self._create(self._mine)
+                elif seen[0] == self._mine:
                     os.utime(self.path)
 
 
@@ -161,7 +180,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started (system's clock; -1: unknown), None if there is none."""
+    """Return when a process started (system's clock, or UNKNOWN), None if there is none."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -171,7 +190,7 @@ def _started(pid: int) -> int | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return -1
+        return UNKNOWN
     return None if fields[0] in "ZX" else int(fields[19])
 
 

@@ -82,7 +82,7 @@ class Loop:
         asked = self._one_step(stream)
         if trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps:
             trainer.save(self.run)
-        if world.is_main and (problem := self.run.saver.problem()):
+        if world.is_main and not self.failure and (problem := self.run.saver.problem()):
             again = "training goes on and tries again at the next one"
             self.display.message(f"{problem} ({again})")
         if asked:
@@ -118,6 +118,7 @@ class Loop:
         if world.is_main:
             record = (left_out | merge_times(parts)) if left_out else merge(parts)
             try:
+                self.run.lock.check()
                 self._record({"step": trainer.step, **record, **rate}, parts)
             except Exception as error:
                 if world.size == 1:

@@ -23,8 +23,11 @@ def write_replay(
     micro = {"batch": features, "step": draw.step, "index": draw.index}
     content = {"config": to_dict(config), "model": model.state_dict(), **micro}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(content, temporary)
-    temporary.replace(path)
+    try:
+        torch.save(content, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import tpf
 from tpf.checkpoint import write_text
 from tpf.config import Config, to_yaml
 from tpf.errors import TpfError, UsageError
+from tpf.lock import Lock
 from tpf.saver import Saver
 
 _PACKAGES = ("torch", "numpy", "gemmi", "biopython", "rdkit", "biotite", "omegaconf", "triton")
@@ -74,7 +75,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.saver = Saver(path)
+        self.lock = Lock(path)
+        self.saver = Saver(path, self.lock.check)
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:

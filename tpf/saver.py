@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ class Saver:
     ``copy`` brings a tensor to host memory and ``save`` lets a thread write the copies. On a GPU
     the copies too run beside the host, in the order of the stream. Their memory, pinned for GPUs,
     is kept for the next save. The thread ends before the process does, whatever happens to it.
+    ``check`` raises ``TpfError`` when nothing may be written to the run folder any more.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._run, self._check = run, check
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._on_gpu = False
@@ -93,6 +95,7 @@ class Saver:
         try:
             if event is not None:
                 event.synchronize()
+            self._check()
             checkpoint.save(self._run, step, config, tensors, extra)
             checkpoint.prune(self._run, config.train.keep, step)
         except TpfError as error:

@@ -20,7 +20,6 @@ from tpf.data.records import Entries
 from tpf.data.sampling import read_clusters
 from tpf.errors import TpfError, UsageError, told
 from tpf.kernels.describe import check_impl, describe_impl
-from tpf.lock import Lock
 from tpf.loop import Display, Loop
 from tpf.metrics import schema
 from tpf.precision import policy
@@ -60,9 +59,10 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
     options = _agreed(options, world)
     with world.together():
         trainer, dataset, targets, start = _prepare(config, options, world)
-    with Lock(options.out) as lock:
-        run = _open(trainer, options, start, display, lock)
-        with _closing(run, display, world, lock):
+    run = RunFolder(options.out)
+    with run.lock:
+        _open(trainer, run, options, start, display)
+        with _closing(run, display, world):
             with world.together():
                 if world.is_main:
                     _tell(trainer, run, dataset.entries, display)
@@ -93,7 +93,7 @@ def _work(
 
 
 @contextlib.contextmanager
-def _closing(run: RunFolder, display: Display, world: dist.World, lock: Lock) -> Iterator[None]:
+def _closing(run: RunFolder, display: Display, world: dist.World) -> Iterator[None]:
     """Close what the main rank holds after the block; ranks that end together wait for that.
 
     Launchers kill the other ranks when the first one has ended with an error.
@@ -110,7 +110,7 @@ def _closing(run: RunFolder, display: Display, world: dist.World, lock: Lock) ->
                 display.message(problem)
             _report(run, display)
             display.close()
-            lock.release()
+            run.lock.release()
         if together:
             with contextlib.suppress(TpfError):  # would hide what ends the run
                 world.barrier()
@@ -161,10 +161,10 @@ def _prepare(
 
 
 def _open(
-    trainer: Trainer, options: Options, start: Weights | None, display: Display, lock: Lock
-) -> RunFolder:
+    trainer: Trainer, run: RunFolder, options: Options, start: Weights | None, display: Display
+) -> None:
     """Open the run to resume, or make the folder of a new one that starts from ``start``."""
-    world, run = trainer.world, RunFolder(options.out)
+    world = trainer.world
     with world.together():
         if start is not None:
             taken = start_from(trainer.model, start)
@@ -172,37 +172,48 @@ def _open(
             if world.is_main:
                 display.message(taken)
         if options.resume:
-            RunFolder.open(options.out)
+            RunFolder.open(run.path)
         elif world.is_main:
-            run = RunFolder.create(options.out, trainer.config)
+            RunFolder.create(run.path, trainer.config)
         if world.is_main:
-            lock.take(display.message)
+            run.lock.take(display.message)
     if options.resume:
-        with world.together():
-            _resume(trainer, run, display)
-        return run
+        _resume(trainer, run, display)
+        return
     trainer.save(run)
     with world.together():
         if world.is_main:
             run.saver.wait()
-    return run
 
 
 def _resume(trainer: Trainer, run: RunFolder, display: Display) -> None:
+    """Restore the newest whole checkpoint that the main rank sees; other nodes may see others."""
     world = trainer.world
-    saved = checkpoint.load_last(run.path, display.message)
-    trainer.restore(saved)
-    if world.is_main:
-        run.rewind(saved.step, trainer.config)
-        display.message(f"resuming {run.path} after step {saved.step}")
-        for change in _changes(to_dict(saved.config), to_dict(trainer.config)):
-            display.message(change)
-        ranks = saved.extra.get("ranks", world.size)
-        if ranks != world.size:
-            display.message(
-                f"{ranks} ranks before, {world.size} now: the same up to the order in which "
-                "gradients are added, not bit by bit"
-            )
+    with world.together():
+        saved = checkpoint.load_last(run.path, display.message) if world.is_main else None
+    newest = world.share(None if saved is None else saved.path)[0]
+    with world.together():
+        saved = saved or checkpoint.load(newest)
+        trainer.restore(saved)
+        if world.is_main:
+            _go_on(trainer, run, saved, display)
+
+
+def _go_on(
+    trainer: Trainer, run: RunFolder, saved: checkpoint.Checkpoint, display: Display
+) -> None:
+    """Make the folder that of a run at the step of a checkpoint, and say what changes there."""
+    run.rewind(saved.step, trainer.config)
+    display.message(f"resuming {run.path} after step {saved.step}")
+    for change in _changes(to_dict(saved.config), to_dict(trainer.config)):
+        display.message(change)
+    now = trainer.world.size
+    before = saved.extra.get("ranks", now)
+    if before != now:
+        display.message(
+            f"{before} ranks before, {now} now: the same up to the order in which gradients are "
+            "added, not bit by bit"
+        )
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from tpf import checkpoint, dist
 from tpf.budget import Budget
 from tpf.config import Config
 from tpf.data.batch import to_device
-from tpf.errors import NonFinite, TpfError
+from tpf.errors import NonFinite, TpfError, told
 from tpf.flat import FlatParameters
 from tpf.flops import sample_flops
 from tpf.journal import Sample
@@ -164,6 +164,7 @@ class Trainer:
         counts, flags = self.gradients.counted()
         if any(flags[:-1]):
             self._stop_together(run, forwarded, failure)
+        records = [sample.record() for sample in forwarded]  # here the device has nothing to do
         self.phases.enter("optimiser")
         self.gradients.average(counts)
         self.optimizer.step(self.gradients.own, counts, rate)
@@ -174,7 +175,7 @@ class Trainer:
         self.flat.join_(self.flat.vector)
         self.phases.enter(None)
         self.step += 1
-        return Step([sample.record() for sample in forwarded], rate, flags[-1] > 0)
+        return Step(records, rate, flags[-1] > 0)
 
     def _add(self, features: dict[str, Any]) -> _Forwarded:
         """Add the clipped gradient of one sample; nothing here waits for the device."""
@@ -232,9 +233,13 @@ class Trainer:
             return what
         path = run.path / f"replay-step-{self.step + 1:06d}-rank-{self.world.rank}.pt"
         draw = draws(self.config.train, self.step, features["position"][0])
-        write_replay(path, self.config, self.model, features, draw)
-        where = locate(self.model, features, self.config, draw, self.world.device)
-        self.gradients.reset()
+        try:
+            write_replay(path, self.config, self.model, features, draw)
+            where = locate(self.model, features, self.config, draw, self.world.device)
+        except Exception as error:  # no space, no memory: the others wait for the reason
+            return f"{what}; what was first not finite was not found: {told(error)}"
+        finally:
+            self.gradients.reset()
         again = f"Run the step again with: tpf train --replay {path}"
         return f"{what}; first not finite: {where}. {again}"
 

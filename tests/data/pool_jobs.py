@@ -35,3 +35,9 @@ def failing(file: str) -> str:
 def process(_: str) -> str:
     """Return the id of the process."""
     return str(os.getpid())
+
+
+def patient(file: str) -> str:
+    """Take half a second."""
+    time.sleep(0.5)
+    return file

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tpf.cli.app import app
 from tpf.data.assemble_table import Row, assemble_table
 from tpf.data.load import load_tables
+from tpf.data.store import open_store
 from tpf.errors import TpfError, UsageError
 
 
@@ -63,7 +64,8 @@ def test_a_table_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("protein,smiles\na,b\n", "no column ligand"),
+        ("protein,smiles\na,b\n", "no column ligand; its header is 'protein,smiles'"),
+        ("protein;ligand\na;b\n", "its header is 'protein;ligand': name columns .* by commas"),
         ("protein,ligand\n", "no rows"),
         (None, "no such"),
     ],
@@ -74,6 +76,26 @@ def test_a_wrong_table_is_refused(tmp_path: Path, text: str | None, message: str
         table.write_text(text)
     with pytest.raises(UsageError, match=message):
         list(assemble_table(table, tmp_path / "out"))
+
+
+def test_a_cache_is_no_place_for_a_table(tmp_path: Path) -> None:
+    """Lines of rows in its index would make it unreadable."""
+    table, out = tmp_path / "t.csv", tmp_path / "out"
+    table.write_text("protein,ligand\na.cif,CCO\n")
+    open_store(out)
+    with pytest.raises(UsageError, match="is a prepared cache; choose another"):
+        list(assemble_table(table, out))
+
+
+def test_bad_rows_name_what_is_wrong_with_them(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{SMALL},C1CC,a", f"{SMALL},CCO |f:1,2|,b", f"{SMALL},CC.Cl,c/d", f",CCO,e,{SMALL}"]
+    table.write_text("\n".join(["protein,ligand,id", *rows]) + "\n")
+    reasons = [row.reason for row in assemble_table(table, tmp_path / "out") if row]
+    wide = "it has more cells than the header; put one that has a comma in quotes"
+    assert reasons == [
+        "C1CC: not a valid SMILES, and no such SDF file", wide, "id 'c/d' is no file name", wide,
+    ]  # fmt: skip
 
 
 def test_what_is_no_fault_of_the_rows(tmp_path: Path) -> None:
@@ -133,3 +155,7 @@ def test_the_exit_code_tells_of_failed_rows(tmp_path: Path) -> None:
     assert [path.name for path in out.glob("*.cif.gz")] == ["good.cif.gz"]
     output, error = call(f"{SMALL},pose.sdf,good", f"{SMALL},pose.sdf,bad")
     assert "2 rows: 2 assembled (1 before)" in output and error is None
+    assert "no longer" not in output
+    output, error = call(f"{SMALL},pose.sdf,bad")
+    assert "1 files in" in output and "such as good.cif.gz: training would read them" in output
+    assert error is None

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from cif_text import cif, peptide, polymer, residue, write
 from gemmi import cif as gemmi_cif
+from typer.testing import CliRunner
 
-from tpf.data.check import check_file, check_paths
+from tpf.cli.app import app
+from tpf.data.check import check_file, check_paths, shared_ids
 from tpf.data.load import find_files, load_tables
 from tpf.data.reduce import reduce, reduce_component, write_gzip
 from tpf.data.tokens import tokenize
@@ -150,3 +152,25 @@ def test_kinase_lists_are_disjoint_and_complete(shared_data: Path) -> None:
 def test_component_subset_is_small() -> None:
     path = Path(__file__).resolve().parents[2] / "tpf" / "data" / "ccd_subset.cif.gz"
     assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("check", "no structure files"), ("show", "is a folder; name one of its files")],
+)
+def test_a_folder_without_what_is_asked_for(tmp_path: Path, command: str, message: str) -> None:
+    """A mistyped folder must not pass a check with --strict."""
+    done = CliRunner().invoke(app, ["data", command, str(tmp_path)])
+    assert isinstance(done.exception, UsageError) and message in str(done.exception)
+
+
+def test_ids_of_several_files_are_named(tmp_path: Path) -> None:
+    """Exports of one program often have the same id in every file."""
+    write(tmp_path, TEXT, "a.cif")
+    write(tmp_path, TEXT.replace("SOLUTION NMR", "X-RAY DIFFRACTION"), "b.cif")
+    for words in (["check"], ["prepare", "--out", str(tmp_path / "out")]):
+        done = CliRunner().invoke(app, ["data", *words, str(tmp_path)])
+        assert "ids of several files: test (2); " in done.output, done.output
+    assert shared_ids(["a", "b"]) == ""
+    many = shared_ids([str(k // 2) for k in range(20)])
+    assert "4 (2) and 5 others; " in many

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gzip
 import json
 import os
 import re
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +119,20 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
             use(cache)
     with pytest.raises(UsageError, match="has schema 1"):
         Entries(DataConfig(path=str(cache)))
+
+
+def test_shards_that_start_at_once_make_one_cache(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(40):
+            out = tmp_path / str(number)
+            together = threading.Barrier(8)
+            starts = [
+                pool.submit(lambda o=out, t=together: (t.wait(), store.open_store(o)))
+                for _ in range(8)
+            ]
+            for start in starts:
+                start.result()
+            assert [path.name for path in out.iterdir()] == [store.HEADER]
 
 
 def test_wrong_options_leave_no_cache(files: Path, tmp_path: Path) -> None:
@@ -234,6 +251,21 @@ def test_changed_alignments_are_stored_again(files: Path, tmp_path: Path) -> Non
     (msa / "1bna_A.a3m").write_text(">q\nCGCGAATTCGCG\n")
     assert again() == {"1bna": Record, "1ubq": Record}
     assert rows() == {"1bna": 1}
+
+
+def test_a_bad_alignment_costs_no_other_entry(files: Path, tmp_path: Path) -> None:
+    out, msa = tmp_path / "out", tmp_path / "msa"
+    msa.mkdir()
+    (msa / "1ubq_A.a3m.gz").write_bytes(b"no gzip")
+    (msa / "of_none.a3m.gz").write_bytes(gzip.compress(f">q\n{UBIQUITIN}\n".encode())[:-20])
+    words = ["data", "prepare", str(files), "--out", str(out), "--msa", str(msa)]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "1ubq: msa: 1ubq_A.a3m.gz: Not a gzipped file" in shown.output
+    assert "2 entries stored" in shown.output
+    assert "4 of 4 polymer chains have no alignment" in shown.output
+    for name in ("1ubq_A", "of_none"):
+        assert f"in {msa}, not read: {name}.a3m.gz: " in shown.output
 
 
 def test_a_bad_alignment_is_tried_again_when_it_changes(files: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,5 +102,29 @@ def test_nothing_is_pruned_while_another_process_writes(files: Path, tmp_path: P
     shown = CliRunner().invoke(app, words)
     assert "5i55.cif.gz" in shown.output and "pruned 1 stored files" in shown.output
     assert gone_sources(store.newest_lines(out)) == ()
-    with store.locked(out, alone=True), pytest.raises(UsageError, match="being pruned"):
-        list(prepare(str(files), out))
+
+
+def test_a_shard_that_starts_while_another_prunes_waits(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    store.open_store(out)
+    with ThreadPoolExecutor(1) as pool:
+        with store.locked(out, alone=True):
+            shard = pool.submit(lambda: list(prepare(str(files), out)))
+            with pytest.raises(TimeoutError):
+                shard.result(timeout=0.3)
+            assert not list(out.glob("index-*"))
+        assert len(shard.result(timeout=60)) == 4
+    with store.locked(out, alone=False), store.locked(out, alone=True) as held:
+        assert not held
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    store.open_store(tmp_path / "out")
+    monkeypatch.setattr(store.fcntl, "flock", absent)
+    with pytest.raises(UsageError, match="out/.lock: cannot be locked .Function not"):
+        prune(tmp_path / "out")

@@ -36,7 +36,10 @@ _pdbx_audit_revision_history.revision_date
     assert tables.method == "X-RAY DIFFRACTION; NEUTRON DIFFRACTION"
     assert tables.resolution == 1.95
     assert str(tables.release_date) == "2008-05-01"
-    bare = load_tables(write(tmp_path, TEXT.replace("_entry.id TEST\n", ""), "stem.cif"))
+    for line in ("", "_entry.id XXXX\n", "_entry.id model\n", "_entry.id default\n"):
+        path = write(tmp_path, TEXT.replace("_entry.id TEST\n", line), "stem.cif")
+        assert load_tables(path).id == "stem"
+    bare = load_tables(path)
     assert (bare.id, bare.method, bare.resolution, bare.release_date) == ("stem", "", None, None)
 
 

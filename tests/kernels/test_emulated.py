@@ -68,6 +68,19 @@ def test_forward_masked(kind: str) -> None:
     check_forward(*inputs(2, 3, 1, 130, 32), make_mask(kind, 2, 3, 130))
 
 
+@pytest.mark.parametrize(("d", "shift"), [(32, -40.0), (16, -3.0)], ids=["all", "some"])
+def test_forward_of_negative_scores(d: int, shift: float) -> None:
+    """Rows whose maximum is negative, which the kernel does not find by integers."""
+    q, k, v, bias = inputs(1, 5, 2, 130, d)
+    check_forward(q, k, v, bias + shift, None)
+
+
+def test_forward_with_every_lane_at_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = tri_attn.forward_defines
+    monkeypatch.setattr(tri_attn, "forward_defines", lambda *a: usual(*a) | {"EVERY_LANE": 1})
+    check_forward(*inputs(1, 5, 2, 200, 32), None)
+
+
 def test_forward_of_other_layouts() -> None:
     n, h, d = 70, 2, 32
     z = torch.randn(1, n, n, 3 * h * d).bfloat16()

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.emulate import emulated
-from tpf.kernels import jit, norm, pair_layers, pair_transition, reference, tri_attn, tri_attn_bwd
+from tpf.kernels import (
+    jit,
+    norm,
+    pair_kernels,
+    pair_layers,
+    pair_transition,
+    reference,
+    tri_attn,
+    tri_attn_bwd,
+)
 from tpf.model.pairformer import COLUMNS, ROWS, PairDims, PairStack, TriangleAttention
 from tpf.model.primitives import LayerNorm, Transition, dropout_scale, remat
 
@@ -273,6 +282,32 @@ def test_elementwise_kernels_fill_a_multiprocessor(
     binary = jit.build(name, {"TPF_VECTORS": 16})
     assert binary.spill_bytes == 0 and not binary.warnings, binary.log
     assert binary.registers <= 32, binary.log
+
+
+def check_weight_gradient(rows: int, k: int, c: int, device: str) -> None:
+    """Compare products of small integers, which FP32 holds exactly, with FP64 on the CPU."""
+    dy, x = (torch.randint(-3, 4, (rows, width)).bfloat16() for width in (k, c))
+    exact = dy.double().t() @ x.double()
+    strided = torch.cat((dy, dy), 1).to(device)[:, k:]  # as the gradient of a gate
+    for given in (dy.to(device), strided):
+        got = pair_kernels.weight_gradient(given, x.to(device))
+        assert got.dtype == torch.float32 and torch.equal(got.cpu().double(), exact)
+    reference_of_other_tests = strided.double().t() @ x.to(device).double()
+    assert torch.equal(reference_of_other_tests.cpu(), exact)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 700])
+def test_weight_gradient(rows: int) -> None:
+    check_weight_gradient(rows, 16, 24, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8450, 16641, 4900, 8448])
+@pytest.mark.parametrize(
+    ("k", "c"), [(256, 64), (64, 256), (128, 256), (256, 256), (256, 192), (384, 256), (1024, 128)]
+)
+def test_weight_gradient_loses_no_row_on_gpu(rows: int, k: int, c: int) -> None:
+    check_weight_gradient(rows, k, c, "cuda")
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from tpf.kernels.tma import MapLayout, TensorMap
 from tpf.model.pairformer import PairDims, TriangleAttention
 from tpf.model.primitives import Transition
 
-N, C = 8, 64
+N, C = 16, 64
 
 
 class Silent:

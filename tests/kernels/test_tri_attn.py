@@ -45,6 +45,18 @@ def test_every_row_of_many_is_right() -> None:
         assert errors["row"] <= check.LIMITS["row"] and errors["lse"] <= check.LIMITS["lse"]
 
 
+@pytest.mark.parametrize("shift", [-3.0, -40.0])
+def test_negative_scores(shift: float) -> None:
+    """Rows whose maximum is negative, which the kernel does not find by integers."""
+    q, k, v, bias, _ = check.make(check.Case(200, 32, 5))
+    bias = bias + shift
+    out, lse, _ = library.tri_attn_fwd(q, k, v, bias, None, 0.2, True, "cuda")
+    wide = [x.double() for x in (q, k, v, bias)]
+    exact, exact_lse, _ = reference.attention_forward(*wide, None, 0.2, False)
+    assert check.relative(out, exact) < 4e-3
+    assert float((lse - exact_lse).abs().max()) <= check.LIMITS["lse"]
+
+
 def test_offsets_beyond_32_bits() -> None:
     n, h, d = 2048, 17, 32  # more than 2**31 elements
     q, k, v = (

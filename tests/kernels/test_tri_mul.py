@@ -19,15 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import emulate  # noqa: E402
 from emulate import emulated  # noqa: E402
 
-from tpf.kernels import (  # noqa: E402
-    jit,
-    library,
-    reference,
-    tri_attn,
-    tri_mul,
-    tri_mul_bwd,
-    tri_mul_layout,
-)
+from tpf.kernels import jit, library, reference, tri_attn, tri_mul, tri_mul_bwd  # noqa: E402
 from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication  # noqa: E402
 from tpf.kernels.tri_mul_layout import Sizes  # noqa: E402
 
@@ -48,7 +40,6 @@ def load(name: str) -> ModuleType:
 
 
 check = load("trimul_check")
-variants = load("trimul_variants")
 
 
 def weights(c: int, hidden: int) -> TriMulWeights:
@@ -176,23 +167,6 @@ def test_one_trained_weight_is_enough(impl: str) -> None:
         library.multiplication(z, None, w, "incoming", impl).backward(dout)
     assert w.linear_g.grad is not None
     assert torch.equal(w.linear_g.grad, want[NAMES.index("linear_g")])
-
-
-@pytest.fixture
-def tuned() -> Iterator[None]:
-    """Undo ``variants.use``."""
-    before = tri_mul_layout.TUNING
-    yield
-    variants.use(before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize("name", [name for name in variants.VARIANTS if name != "now"])
-def test_variants_against_fp64(name: str) -> None:
-    variants.use(variants.VARIANTS[name])
-    z = torch.randn(2, 7, 7, 128).bfloat16()
-    compare(z, make_mask("bool", (2, 7, 7)), weights(128, 128), "incoming")
 
 
 def test_autocast_and_weights_in_bf16() -> None:

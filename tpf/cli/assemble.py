@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,13 +70,13 @@ def assemble(
     if table is not None:
         if protein or ligand or chain or name or template:
             raise UsageError("--table takes protein, ligand, chain, name and template from columns")
-        from tpf.data.assemble_table import assemble_table
+        from tpf.data.assemble_table import assemble_table, files_of_no_row
 
         rows = assemble_table(table, out, ccd=ccd, workers=workers, memory=memory, seconds=seconds)
-        _tell(rows, out, as_json)
+        _tell(rows, out, as_json, lambda: files_of_no_row(table, out))
         return
-    if protein is None or not ligand:
-        what = "--ligand" if protein else "--protein"
+    if protein is None or not ligand or not all(ligand):
+        what = "--protein" if protein is None else "--ligand"
         raise UsageError(f"{what} is missing; give --protein and --ligand, or --table")
     if not out.name.lower().endswith((".cif", ".cif.gz")):
         raise UsageError(f"--out {out}: name a .cif or .cif.gz file")
@@ -102,7 +102,9 @@ def assemble(
         typer.echo(f"    {note}")
 
 
-def _tell(rows: Iterator[Row | None], out: Path, as_json: bool) -> None:
+def _tell(
+    rows: Iterator[Row | None], out: Path, as_json: bool, others: Callable[[], list[str]]
+) -> None:
     """Print the outcome of each row; raise ``TpfError`` at the end if any failed."""
     total = earlier = failed = 0
     for row in rows:
@@ -120,5 +122,8 @@ def _tell(rows: Iterator[Row | None], out: Path, as_json: bool) -> None:
     before = f" ({earlier} before)" if earlier else ""
     index = f"see index-1-of-1.jsonl in {out}"
     typer.echo(f"{total} rows: {total - failed} assembled{before}; {index}", err=as_json)
+    if spare := others():
+        what = f"{len(spare)} files in {out} are of rows that the table has no longer"
+        typer.echo(f"{what}, such as {spare[0]}: training would read them", err=True)
     if failed:
         raise TpfError(f"{failed} of {total} rows failed; {index}, mend them and call again")

@@ -40,22 +40,28 @@ def check(
     """Read every structure and say, a line each, what it holds or why it cannot be used."""
     import dataclasses
 
-    from tpf.data.check import check_paths
+    from tpf.data.check import check_paths, shared_ids
 
     for path in paths:
         _must_exist(path)
-    total = bad = 0
+    total, bad = 0, 0
+    ids: list[str] = []
     for row in check_paths(paths):
         total += 1
         bad += not row.ok
+        ids += [row.id] * row.ok
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(row), default=str))
             continue
         typer.echo(_line(row))
         for note in row.notes if notes else ():
             typer.echo(f"    {note}")
+    if not total:
+        raise UsageError(f"{', '.join(map(str, paths))}: no structure files (.cif, .bcif, .gz)")
     if not as_json:
         typer.echo(f"{total} files: {total - bad} ok, {bad} cannot be used")
+        if text := shared_ids(ids):
+            typer.echo(text, err=True)
     if strict and bad:
         raise TpfError(f"{bad} of {total} files cannot be used (--strict)")
 
@@ -90,5 +96,7 @@ def show(
     from tpf.data.show import describe, render
 
     _must_exist(file)
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder; name one of its files")
     facts = describe(file, crop, seed)
     typer.echo(json.dumps(facts) if as_json else render(facts))

@@ -6,11 +6,14 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tpf.errors import TpfError, UsageError
+
+if TYPE_CHECKING:
+    from tpf.data.records import Record
 
 
 def prepare(
@@ -40,8 +43,9 @@ def prepare(
     Resumable: files that are done and did not change, nor their alignments, are passed over.
     Several shards may run at once; the last one that ends prunes.
     """
+    from tpf.data.check import shared_ids
     from tpf.data.prepare import prepare as prepared
-    from tpf.data.records import Skipped, stored_records
+    from tpf.data.records import Record, Skipped, stored_records
 
     begin = time.perf_counter()
     done = failed = size = 0
@@ -61,14 +65,29 @@ def prepare(
             typer.echo(f"{done + failed} files", err=True)
     _clean(out, prune)
     held = stored_records(out)
-    usable = sum(not isinstance(record, Skipped) for record in held)
+    usable = sum(isinstance(record, Record) for record in held)
     if not as_json:
-        seconds = time.perf_counter() - begin
-        rate = f", {size / done / 1e3:.0f} kB each, {done / seconds:.1f}/s" if done else ""
+        passed = time.perf_counter() - begin
+        rate = f", {size / done / 1e3:.0f} kB each, {done / passed:.1f}/s" if done else ""
         typer.echo(f"{done} entries stored in {out}{rate}; {failed} cannot be used")
         typer.echo(f"in the cache: {usable}; files that cannot be used: {len(held) - usable}")
+    if text := shared_ids(record.id for record in held if isinstance(record, Record)):
+        typer.echo(text, err=True)
+    if msa is not None:
+        _tell_of_alignments(msa, [record for record in held if isinstance(record, Record)])
     if held and not usable:
         raise TpfError(f"{out} has no entry that can be used; see tpf data check {path}")
+
+
+def _tell_of_alignments(msa: str, records: list[Record]) -> None:
+    """Say how many chains have no alignment, and which files of alignments cannot be read."""
+    from tpf.data.alignment import AlignmentFolder
+    from tpf.data.records import NO_ALIGNMENT, without_alignment
+
+    missing, chains = without_alignment(records)
+    typer.echo(NO_ALIGNMENT.format(missing, chains), err=True)
+    for text in AlignmentFolder(Path(msa)).unreadable() if missing else ():
+        typer.echo(f"in {msa}, not read: {text}", err=True)
 
 
 def _clean(out: Path, wanted: bool) -> None:

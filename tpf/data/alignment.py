@@ -264,11 +264,20 @@ class AlignmentFolder:
             self._named.setdefault(f"{entry.lower()}_{chain}", []).append(file)
 
     @functools.cached_property
-    def _by_query(self) -> dict[str, list[Path]]:
+    def _queries(self) -> tuple[dict[str, list[Path]], list[str]]:
+        """Files by their first row, and what is wrong with those that have none to read."""
         found: dict[str, list[Path]] = {}
+        unreadable: list[str] = []
         for file in self._files:
-            found.setdefault(_query_letters(file), []).append(file)
-        return found
+            try:
+                found.setdefault(_query_letters(file), []).append(file)
+            except DataError as error:  # it is of one entry, if any: the others do without it
+                unreadable.append(f"{error.entry}: {error.reason}")
+        return found, unreadable
+
+    def unreadable(self) -> list[str]:
+        """Return the files of the folder whose first row cannot be read, and why."""
+        return self._queries[1]
 
     def find(self, tokens: Tokens) -> dict[int, Alignment]:
         """Return the alignments of an entry's polymers by entity number."""
@@ -314,9 +323,10 @@ class AlignmentFolder:
             named = [f for f in self._named.get(key, ()) if _alike(_query_letters(f), sequence)]
             if named:
                 return named
-        if sequence in self._by_query:
-            return self._by_query[sequence]
-        alike = (files for query, files in self._by_query.items() if _alike(query, sequence))
+        by_query = self._queries[0]
+        if sequence in by_query:
+            return by_query[sequence]
+        alike = (files for query, files in by_query.items() if _alike(query, sequence))
         return next(alike, [])
 
 

@@ -12,9 +12,10 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tpf.data.assemble import Order, assemble
 from tpf.data.ccd import Dictionary
@@ -22,7 +23,7 @@ from tpf.data.cif import entry_name
 from tpf.data.ligands import split_sdf
 from tpf.data.pool import map_files
 from tpf.data.records import failure_of
-from tpf.data.store import append_index, index_lines, open_index
+from tpf.data.store import append_index, index_lines, is_store, open_index
 from tpf.errors import UsageError
 from tpf.files import make_folder
 
@@ -64,6 +65,8 @@ def assemble_table(
     """
     orders = _read(table)
     Dictionary(ccd).get("LIG")  # a wrong dictionary is no fault of the rows
+    if is_store(out):
+        raise UsageError(f"{out} is a prepared cache; choose another folder for the table")
     make_folder(out)
     with open_index(out, (1, 1)) as index:
         done = _done(out)
@@ -78,6 +81,12 @@ def assemble_table(
             yield result
 
 
+def files_of_no_row(table: Path, out: Path) -> list[str]:
+    """Return the files in ``out`` that earlier rows made which the table has no longer."""
+    ids = {row["id"] for row in _read(table)}
+    return [f"{name}.cif.gz" for name in sorted(_done(out)) if name not in ids]
+
+
 def _read(table: Path) -> list[dict[str, str]]:
     """Return the cells of each row with its number, an id, and paths made absolute."""
     if not table.is_file():
@@ -88,8 +97,10 @@ def _read(table: Path) -> list[dict[str, str]]:
             columns = [name.strip().lower() for name in reader.fieldnames or ()]
             reader.fieldnames = columns
             if absent := [name for name in REQUIRED if name not in columns]:
-                raise UsageError(f"{table}: no column {absent[0]} (columns: {', '.join(COLUMNS)})")
-            rows = [{name: (row.get(name) or "").strip() for name in COLUMNS} for row in reader]
+                have = f"its header is {','.join(columns)[:80]!r}"
+                known = f"name columns {', '.join(COLUMNS)}, separated by commas"
+                raise UsageError(f"{table}: no column {absent[0]}; {have}: {known}")
+            rows = [_cells(row) for row in reader]
     except (OSError, UnicodeError, csv.Error) as error:
         raise UsageError(f"{table}: cannot be read ({error})") from error
     if not rows:
@@ -99,12 +110,29 @@ def _read(table: Path) -> list[dict[str, str]]:
         stem = entry_name(Path(row["protein"] or "row"))
         row["id"] = row["id"] or f"{stem}-{number:06d}"
         row["row"] = str(number)
-        row["twice"] = "yes" if row["id"].lower() in seen else ""
+        row["fault"] = row["fault"] or _fault(row, seen)
         seen.add(row["id"].lower())
         row["protein"] = str(table.parent / row["protein"]) if row["protein"] else ""
         ligands = [_located(table.parent, text) for text in _several(row["ligand"])]
         row["ligand"] = ";".join(ligands)
     return rows
+
+
+def _cells(row: dict[str | Any, Any]) -> dict[str, str]:
+    """Return the cells of a row by column, and under "fault" what is wrong with their number."""
+    cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
+    more = None in row
+    fault = "it has more cells than the header; put one that has a comma in quotes" if more else ""
+    return cells | {"fault": fault}
+
+
+def _fault(row: dict[str, str], seen: Container[str]) -> str:
+    """Return why a row cannot be used whatever its files hold, "" if it can."""
+    if row["id"].lower() in seen:
+        return f"id {row['id']} is that of an earlier row"
+    if not row["protein"] or not row["ligand"]:
+        return "it has no protein" if row["ligand"] else "it has no ligand"
+    return "" if Path(row["id"]).name == row["id"] else f"id {row['id']!r} is no file name"
 
 
 def _several(cell: str) -> list[str]:
@@ -118,7 +146,7 @@ def _located(folder: Path, ligand: str) -> str:
 
 def _key(order: dict[str, str]) -> str:
     """Return a digest of the cells of a row and of the state of the files that they name."""
-    parts = [f"{name}={order[name]}" for name in (*COLUMNS, "twice")]
+    parts = [f"{name}={order[name]}" for name in (*COLUMNS, "fault")]
     sdf = [split_sdf(source) for source in _several(order["ligand"])]
     for path in (Path(order["protein"]), *(found[0] for found in sdf if found)):
         if os.path.isfile(path):  # Path.is_file raises for a name that is too long
@@ -141,12 +169,8 @@ def _convert(out: str, ccd: str | None, text: str) -> Row:
     row = json.loads(text)
     number, name = int(row["row"]), row["id"]
     try:
-        if row["twice"]:
-            raise UsageError(f"id {name} is that of an earlier row")
-        if not row["protein"] or not row["ligand"]:
-            raise UsageError("it has no protein" if row["ligand"] else "it has no ligand")
-        if Path(name).name != name:
-            raise UsageError(f"id {name!r} is no file name")
+        if row["fault"]:
+            raise UsageError(row["fault"])
         order = Order(
             protein=Path(row["protein"]),
             ligands=tuple(_several(row["ligand"])),

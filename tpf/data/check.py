@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from tpf.data.records import failure_of
 from tpf.data.tables import LIGAND, TYPE_NAMES, Tokens
 from tpf.data.tokens import tokenize
 from tpf.errors import DataError
+
+SHARED = 5
+"""Ids of several files that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,17 @@ def _row(path: Path, tokens: Tokens) -> CheckRow:
         release_date=tables.release_date,
         notes=tables.notes,
     )
+
+
+def shared_ids(ids: Iterable[str]) -> str:
+    """Return in a sentence which entry ids several files have, "" if none."""
+    counts = [(name, n) for name, n in Counter(ids).most_common() if n > 1]
+    if not counts:
+        return ""
+    named = ", ".join(f"{name} ({n})" for name, n in counts[:SHARED])
+    more = f" and {len(counts) - SHARED} others" if len(counts) > SHARED else ""
+    fix = "lists, alignments, clusters and validation go by id, so give each its own _entry.id"
+    return f"ids of several files: {named}{more}; {fix}"
 
 
 def check_paths(paths: Iterable[Path | str], *, ccd: str | None = None) -> Iterator[CheckRow]:

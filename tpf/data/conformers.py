@@ -15,10 +15,8 @@ import functools
 import hashlib
 import importlib.util
 import itertools
-import signal
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +27,7 @@ from tpf.config import DataConfig
 from tpf.data.ccd import Component, Dictionary, component_of
 from tpf.data.chem import COVALENT_RADIUS, STANDARD
 from tpf.data.identity import agrees, bond_labels
+from tpf.data.interrupts import interrupts_held
 from tpf.data.symmetry import automorphisms
 from tpf.data.tables import Tables
 from tpf.errors import UsageError
@@ -199,16 +198,6 @@ def embedded_conformer(component: Component, number: int) -> NDArray[np.float32]
         number %= LARGE_POOL
     attempts = (_embed(component, number, method) for method in range(first, 3))
     return next((pos for pos in attempts if pos is not None), None)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Deliver SIGINT after the block: RDKit's own handler would swallow it while embedding."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _embed(component: Component, number: int, method: int) -> NDArray[np.float32] | None:

@@ -15,7 +15,7 @@ import signal
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from tpf.data.batch import Batch, pack, to_torch, unpack
 from tpf.data.ccd import Dictionary
 from tpf.data.crop import crop
 from tpf.data.features import Features, featurize
+from tpf.data.interrupts import interrupts_held
 from tpf.data.records import Entries, Skipped, failure_of
 from tpf.data.sampling import Unit, epoch_order, rank_positions
 from tpf.data.tables import Tokens
@@ -205,16 +206,6 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # RDKit stops at it all the same
 
 
-@contextmanager
-def _keeping_ctrl_c() -> Iterator[None]:
-    """Let SIGINT wait while the block runs: RDKit would take it and cut its work short."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _same(item: Any) -> Any:  # noqa: ANN401 - any sample
     return item
 
@@ -293,7 +284,7 @@ class Loader:
         workers = set(multiprocessing.active_children()) - others
         for position in self._positions:
             try:
-                with _keeping_ctrl_c():
+                with interrupts_held():
                     item = next(source)
             except Exception as error:
                 for worker in workers:  # one that hangs would keep this process from ending

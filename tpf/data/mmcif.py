@@ -25,6 +25,8 @@ from tpf.errors import DataError
 
 _LINKS_LISTED = ("struct_conn", "struct_conn_type", "database_2", "pdbx_audit_revision_history")
 """A file with any of these categories, as every entry of the archive, records all its links."""
+NO_NAMES = ("", "xxxx", "model", "default", "unknown", "untitled")
+"""Entry ids that programs write into every file; the name of the file stands for them."""
 
 
 def read_structure(
@@ -128,7 +130,7 @@ def _with_inferred_links(structure: Structure) -> Structure:
 def _entry_id(block: Block, stem: str) -> str:
     ids = block.columns("entry", ("id",)).get("id", np.array([], dtype=np.str_))
     name = str(ids[0]) if len(ids) else ""
-    if not name or name.upper() == "XXXX":  # wwPDB assembly files say XXXX
+    if name.lower() in NO_NAMES:
         name = stem
     return plain_name(name).lower()
 

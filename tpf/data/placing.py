@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpf.data.ccd import Component
-from tpf.data.conformers import drawn_molecule, interrupts_held, rdkit_molecule
+from tpf.data.conformers import drawn_molecule, rdkit_molecule
+from tpf.data.interrupts import interrupts_held
 from tpf.data.structure import counted
 from tpf.errors import DataError
 

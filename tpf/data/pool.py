@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
+
+from tpf.data.interrupts import interrupts_held
+from tpf.errors import TpfError
 
 T = TypeVar("T")
 AHEAD = 256
 """Files for each process that may be done while an earlier one is not."""
 START = 60.0
-"""Seconds that a new process may take until it works."""
+"""Further seconds for the first file of a process, which loads modules and dictionaries too."""
+STARTS = 3
+"""Processes in a row that may end before they begin to work."""
+STOPPED = 5.0
+"""Seconds too late from which on this process was stopped, and the others with it (Ctrl-Z)."""
+DIED = "the process that worked on it died"
 
 
 def map_files(
@@ -32,7 +40,8 @@ def map_files(
 
     ``lost(file, why)`` gives the result of a file at which a process dies or which takes longer
     than ``seconds``; the others go on. A process that needs more than ``memory`` GB gets a
-    ``MemoryError`` (Linux). With a limit there is always a process of its own.
+    ``MemoryError`` (Linux). With a limit there is always a process of its own. Raises ``TpfError``
+    if processes end before they begin to work, which is no fault of a file.
     """
     if memory is None and seconds is None and (workers < 2 or len(files) < 2):
         yield from map(function, files)
@@ -62,9 +71,10 @@ class _Crew(Generic[T]):
         seconds: float | None,
     ) -> None:
         self._lost = lost
-        self._seconds = seconds
-        self._work = (function, memory)
+        self._work = (function, memory, seconds)
         self._workers = [_Worker(*self._work) for _ in range(size)]
+        self._failed_starts = 0
+        """In a row."""
 
     def give(self, number: int, file: str) -> bool:
         """Hand a file to a process that has none; return False if there is no such process."""
@@ -73,34 +83,44 @@ class _Crew(Generic[T]):
                 if not worker.alive:
                     worker.end()
                     worker = self._workers[place] = _Worker(*self._work)
-                worker.give(number, file, self._seconds)
+                worker.give(number, file)
                 return True
         return False
 
     def results(self) -> dict[int, T]:
         """Wait until something is done or lost, and return it by the number of the file."""
         busy = [worker for worker in self._workers if worker.task is not None]
-        left = min(worker.deadline for worker in busy) - time.monotonic()
-        wait([worker.pipe for worker in busy], None if left == math.inf else max(left, 0))
+        first = min(worker.deadline for worker in busy)
+        left = None if first == math.inf else max(first - time.monotonic(), 0)
+        wait([worker.pipe for worker in busy], left)
+        if time.monotonic() > first + STOPPED:
+            for worker in busy:
+                worker.count_time()
         found: dict[int, T] = {}
-        for place, worker in enumerate(self._workers):
+        for worker in self._workers:
             if worker.task is None:
                 continue
             number, file = worker.task
-            if worker.pipe.poll():
-                answer = worker.take()
-                if answer is not None:
-                    found[number] = _result(*answer)
-                    continue
-                why = "the process that worked on it died"
-            elif time.monotonic() >= worker.deadline:
-                why = f"it takes longer than {self._seconds:g} seconds"
-            else:
-                continue
-            worker.end()
-            self._workers[place] = _Worker(*self._work)
-            found[number] = self._lost(file, why)
+            answer = worker.take()
+            if isinstance(answer, tuple):
+                self._failed_starts = 0
+                found[number] = _result(*answer)
+            elif answer is not None:
+                worker.end()
+                if worker.ready:
+                    found[number] = self._lost(file, answer)
+                else:
+                    self._start_failed()
+                    self.give(number, file)
         return found
+
+    def _start_failed(self) -> None:
+        self._failed_starts += 1
+        if self._failed_starts == STARTS:
+            raise TpfError(
+                f"{STARTS} processes in a row ended before they began to work; give them more "
+                "memory, and a script of your own the line if __name__ == '__main__'"
+            )
 
     def __enter__(self) -> _Crew[T]:
         return self
@@ -113,40 +133,56 @@ class _Crew(Generic[T]):
 class _Worker(Generic[T]):
     """A process that runs one function, and the file that it is at."""
 
-    def __init__(self, function: Callable[[str], T], memory: float | None) -> None:
+    def __init__(
+        self, function: Callable[[str], T], memory: float | None, seconds: float | None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(function, memory, other), daemon=True)
-        self._process.start()
+        resource_tracker.ensure_running()  # its own start would let interrupts through
+        with interrupts_held():
+            self._process.start()
         other.close()
-        self._spare = START
+        self._seconds = math.inf if seconds is None else seconds
+        self.ready = False
+        """It has begun to work: what ends it from now on is a file."""
         self.task: tuple[int, str] | None = None
         """Number and name of the file."""
         self.deadline = math.inf
-        """``time.monotonic`` at which it is given up."""
+        """``time.monotonic`` at which the file is given up."""
 
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def give(self, number: int, file: str, seconds: float | None) -> None:
+    def give(self, number: int, file: str) -> None:
         self.task = (number, file)
-        if seconds is not None:
-            self.deadline = time.monotonic() + seconds + self._spare
-        self._spare = 0.0
+        self.count_time()
         with suppress(OSError):  # that it died shows when the result is read
             self.pipe.send(file)
 
-    def take(self) -> tuple[T, Exception | None] | None:
-        """Return the result and error of the file, None if the process died at it."""
+    def count_time(self) -> None:
+        """Give the file all its seconds from now on, if the process has begun to work."""
+        if self.ready:
+            self.deadline = time.monotonic() + self._seconds
+
+    def take(self) -> tuple[T, Exception | None] | str | None:
+        """Return the result and error of the file, why it is lost, or None if it is in work."""
+        if not self.pipe.poll():
+            late = time.monotonic() >= self.deadline
+            return f"it takes longer than {self._seconds:g} seconds" if late else None
         try:
-            answer: tuple[T, Exception | None] = self.pipe.recv()
+            answer: tuple[T, Exception | None] | None = self.pipe.recv()
         except (EOFError, OSError):
-            return None
-        self.task, self.deadline = None, math.inf
+            return DIED
+        if answer is None:  # it begins to work
+            self.ready, self.deadline = True, time.monotonic() + self._seconds + START
+        else:
+            self.task, self.deadline = None, math.inf
         return answer
 
     def end(self) -> None:
+        self.task = None
         self.pipe.close()
         self._process.kill()
         self._process.join()
@@ -159,10 +195,10 @@ def _result(result: T, error: Exception | None) -> T:
 
 
 def _serve(function: Callable[[str], T], memory: float | None, pipe: Connection) -> None:
-    """Answer files with results until the other end closes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the other end will close
+    """Say None, then answer files with results until the other end closes."""
     _limit_memory(memory)
     with suppress(EOFError, OSError):
+        pipe.send(None)
         while True:
             file = pipe.recv()
             try:

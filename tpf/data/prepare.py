@@ -63,9 +63,7 @@ def prepare(
     Dictionary(ccd).get("LIG")  # a wrong dictionary is no fault of the files
     store.open_store(out, ccd, msa)
     convert = _Convert(out, ccd, alignments, "" if alignments is None else alignments.stamp())
-    with store.locked(out, alone=False) as held, store.open_index(out, shard) as index:
-        if not held:
-            raise UsageError(f"{out} is being pruned by another process; wait for it")
+    with store.locked(out, alone=False), store.open_index(out, shard) as index:
         known = store.newest_lines(out)
         tasks = [task for file in files if (task := convert.task(file, known.get(file), retry))]
         lines = map_files(

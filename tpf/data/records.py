@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,9 @@ from tpf.files import read_list
 
 REASONS = 5
 """Reasons for skipping that a summary names."""
+_OF_PARTS = ("msa", "ligand", "pose")
+"""Stages whose errors are those of an alignment or molecule, not of the entry by its name."""
+NO_ALIGNMENT = "{} of {} polymer chains have no alignment: the query row alone"
 MANY_FILES = 200
 """Files from which on ``DataConfig.workers`` processes read them."""
 INTERFACE_CONTACT = 5.0
@@ -84,7 +88,10 @@ class Skipped:
 def failure_of(entry: str, error: Exception) -> Skipped:
     """Return an error as a skipped entry; one that nobody foresaw names its origin."""
     if isinstance(error, DataError):
-        return Skipped(entry, error.stage, error.reason)
+        named = error.stage not in _OF_PARTS or error.entry == entry or error.entry in error.reason
+        return Skipped(
+            entry, error.stage, error.reason if named else f"{error.entry}: {error.reason}"
+        )
     if isinstance(error, UsageError):
         return Skipped(entry, "configuration", str(error))
     if isinstance(error, MemoryError):
@@ -143,6 +150,17 @@ def data_files(path: str | None) -> list[Path]:
     return find_files(path)
 
 
+def without_alignment(records: Iterable[Record]) -> tuple[int, int]:
+    """Return how many polymer chains have no alignment, and how many chains there are."""
+    rows = [
+        n
+        for record in records
+        for n, kind in zip(record.msa_rows, record.chain_types, strict=True)
+        if kind != LIGAND
+    ]
+    return rows.count(0), len(rows)
+
+
 class Entries:
     """The usable entries of a data set, and those that are not with the reason."""
 
@@ -184,16 +202,8 @@ class Entries:
 
     def alignment_notice(self) -> str:
         """Return how many polymer chains have no alignment, "" if none was given at all."""
-        rows = [
-            n
-            for record in self.records
-            for n, kind in zip(record.msa_rows, record.chain_types, strict=True)
-            if kind != LIGAND
-        ]
-        missing = rows.count(0)
-        if not self._msa and missing == len(rows):
-            return ""
-        return f"{missing} of {len(rows)} polymer chains have no alignment: the query row alone"
+        missing, chains = without_alignment(self.records)
+        return "" if missing == chains and not self._msa else NO_ALIGNMENT.format(missing, chains)
 
     def units(self) -> list[Unit]:
         """Return every chain and interface that a sample can be drawn for."""

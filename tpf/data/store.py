@@ -31,6 +31,8 @@ from tpf.files import make_folder, write_whole
 SCHEMA = 2
 """Raised when the fields of the records or the meaning of a stored array change."""
 HEADER = "cache.json"
+LOCK = ".lock"
+"""Held by all that write to a cache; never replaced, as ``HEADER`` may be by a second writer."""
 DIGEST = 16
 """Hexadecimal digits of the SHA-256 of a file in its name."""
 _SCALARS = ("id", "method", "resolution", "release_date", "notes")
@@ -168,15 +170,16 @@ def open_store(folder: Path, ccd: str | None = None, msa: str | None = None) -> 
     """
     dictionary = None if ccd is None else hashlib.sha256(Path(ccd).read_bytes()).hexdigest()
     header = {"schema": SCHEMA, "ccd": dictionary, "msa": msa is not None}
-    if is_store(folder):
-        _check_schema(folder)
-        if json.loads((folder / HEADER).read_text()) != header:
-            raise UsageError(f"{folder} was prepared with other --ccd or --msa; give a new folder")
-        return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is no prepared cache and not empty; give a new folder")
-    make_folder(folder)
-    write_whole(folder / HEADER, (json.dumps(header) + "\n").encode())
+    if not is_store(folder):
+        make_folder(folder)
+        strange = any(not path.name.startswith(f".{HEADER}.") for path in folder.iterdir())
+        if not strange:
+            write_whole(folder / HEADER, (json.dumps(header) + "\n").encode())
+        elif not is_store(folder):  # nor did another shard make it one just now
+            raise UsageError(f"{folder} is no prepared cache and not empty; give a new folder")
+    _check_schema(folder)
+    if json.loads((folder / HEADER).read_text()) != header:
+        raise UsageError(f"{folder} was prepared with other --ccd or --msa; give a new folder")
 
 
 def _check_schema(folder: Path) -> None:
@@ -192,14 +195,24 @@ def _check_schema(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, *, alone: bool) -> Iterator[bool]:
-    """Hold a cache while writing to it, as several may, or alone; yield False if that cannot be."""
-    with (folder / HEADER).open("r+") as file:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            held = True
-        except OSError:
-            held = False
-        yield held
+    """Hold a cache while writing to it, as several may, or alone.
+
+    Who holds it alone is waited for; ``alone`` yields False if another process holds it.
+    """
+    with (folder / LOCK).open("a") as file:
+        yield _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+
+
+def _locked(file: IO[str], how: int) -> bool:
+    """Lock an open file; return False if another process has it."""
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        reason = f"cannot be locked ({error.strerror}); choose a folder on another file system"
+        raise UsageError(f"{file.name}: {reason}") from error
+    return True
 
 
 @contextmanager
@@ -210,10 +223,8 @@ def open_index(folder: Path, shard: tuple[int, int]) -> Iterator[IO[str]]:
     """
     path = folder / f"index-{shard[0]}-of-{shard[1]}.jsonl"
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"{path} is being written by another process; wait for it") from error
+        if not _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            raise UsageError(f"{path} is being written by another process; wait for it")
         whole = path.read_bytes()
         file.truncate(whole.rfind(b"\n") + 1)
         yield file

@@ -82,7 +82,8 @@ def _store(path: Path, text: str) -> None:
     try:
         write_whole(path, data)
     except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror})") from error
+        reason = f"cannot write {path} ({error.strerror})"
+        raise UsageError(f"{reason}; make its folder, or choose another") from error
 
 
 def _header(tables: Tables) -> dict[str, _Columns]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tpf.kernels import jit, launch, tri_attn
 from tpf.kernels.launch import Launch
@@ -207,16 +208,26 @@ def swiglu_backward(hidden: Tensor, keep: Tensor, out: Tensor) -> None:
     _swiglu("pair_swiglu_bwd", out.shape, device)(tri_attn.raw_stream(device), (), addresses)
 
 
-ROWS = 8
-"""Products over rows take multiples of this; what is left over is added in FP32."""
+ROWS = 256
+"""Products over rows take multiples of this.
+
+Where cuBLAS splits a product over its inner dimension, it may drop what is left over beyond a
+multiple of its tile (32 to 128 deep), on Hopper too; see ``kernels/README.md``.
+"""
+
+
+def _over_rows(dy: Tensor, x: Tensor) -> Tensor:
+    """Return dy^T x in FP32."""
+    if x.device.type == "cpu":
+        return dy.float().t() @ x.float()
+    return torch.mm(dy.t(), x, out_dtype=torch.float32)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Return dy^T x [K, C] in FP32 of BF16 rows dy [rows, K], x [rows, C]."""
-    if x.device.type == "cpu":
-        return dy.float().t() @ x.float()
-    whole = len(x) // ROWS * ROWS
-    product = torch.mm(dy[:whole].t(), x[:whole], out_dtype=torch.float32)
-    if whole < len(x):
-        product.addmm_(dy[whole:].float().t(), x[whole:].float())
-    return product
+    left = len(x) % ROWS
+    if left == 0:
+        return _over_rows(dy, x)
+    whole = len(x) - left
+    rest = _over_rows(*(F.pad(t[whole:], (0, 0, 0, ROWS - left)) for t in (dy, x)))
+    return rest.add_(_over_rows(dy[:whole], x[:whole])) if whole else rest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -33,18 +32,6 @@ class ForwardTile(NamedTuple):
 FORWARD_THREADS = 384
 """One producer warpgroup and two consumers."""
 
-
-class Lean(NamedTuple):
-    """Trial of the forward kernel with fewer instructions (``tri_attn_lean.cuh``)."""
-
-    products: bool
-    """Add a BF16 bias on the tensor cores."""
-    early: bool
-    """Issue a step's products before its exponentials."""
-
-
-LEAN: Lean | None = Lean(products=False, early=False)
-"""The trial that forward calls use; for benchmarks."""
 
 STREAM = True
 """Start a block's next work item while the last one ends (off: Table 9's core dataflow)."""
@@ -82,7 +69,6 @@ _ForwardParams = tma.params_type(
         *((name, _I32) for name in ("key_tiles", "bias_key_tiles", "query_tiles")),
         *((name, _I32) for name in ("query_blocks", "groups", "items")),
         ("scale", _F32),
-        ("scale_log2", _F32),
     ],
 )
 
@@ -125,23 +111,10 @@ def output_strides(o: int, h: int, n: int, d: int) -> tuple[int, ...]:
     return o * n * h * d, n * h * d, d, h * d, 1
 
 
-def bias_terms(scale: float) -> int:
-    """Return how many BF16 values 1 / scale is the sum of, 0 if it is out of their reach."""
-    if not 1e-3 <= scale <= 1e3:
-        return 0
-    return 1 if float(torch.tensor(1 / scale).bfloat16()) == 1 / scale else 2
-
-
-def forward_defines(
-    d: int, fp32_bias: bool, masked: bool, save_residual: bool, scale: float | None = None
-) -> dict[str, int]:
-    """Return the constants of the variant of the forward kernel for head width d.
-
-    The scale, 1 / sqrt(d) by default, matters to a trial alone.
-    """
+def forward_defines(d: int, fp32_bias: bool, masked: bool, save_residual: bool) -> dict[str, int]:
+    """Return the constants of the variant of the forward kernel for head width d."""
     width = head_width(d)
     tile = FORWARD_TILES[width, masked]
-    products = LEAN is not None and LEAN.products and not fp32_bias
     return {
         "HEAD_DIM": width,
         "GROUP": tile.group,
@@ -150,22 +123,18 @@ def forward_defines(
         "HAS_MASK": int(masked),
         "SAVE_RESIDUAL": int(save_residual),
         "WHOLE_ROWS": int(d == width),
+        "STAGED": int(d == width < 64),
         "STREAM": int(STREAM),
-        "LEAN": int(LEAN is not None),
-        "EARLY": int(LEAN is not None and LEAN.early),
-        "STAGED": int(LEAN is not None and d == width < 64),
-        "BIAS_TERMS": bias_terms(scale or d**-0.5) if products else 0,
     }
 
 
 def forward_shared_bytes(defines: dict[str, int], key_tiles: int) -> int:
-    """Return the dynamic shared memory of a variant: stages, two Q buffers, barriers, words."""
+    """Return a variant's dynamic shared memory: stages, Q, residual, items, barriers, words."""
     row, group, stages = 2 * defines["HEAD_DIM"], defines["GROUP"], defines["STAGES"]
     stage = 2 * group * TILE * row + 2 * TILE * TILE * (4 if defines["BIAS_F32"] else 2)
     words = 2 * group * key_tiles * 8 if defines["HAS_MASK"] else 0
-    extra = 48 * 32 * defines["BIAS_TERMS"] + 32 * defines["LEAN"]
-    extra += QUERIES * row if defines["STAGED"] and defines["SAVE_RESIDUAL"] else 0
-    return stages * stage + 2 * group * QUERIES * row + extra + 16 * stages + 64 + words
+    staged = QUERIES * row if defines["STAGED"] and defines["SAVE_RESIDUAL"] else 0
+    return stages * stage + 2 * group * QUERIES * row + staged + 16 * stages + 96 + words
 
 
 def blocks_for(items: int, key_tiles: int, device: int) -> int:
@@ -192,7 +161,6 @@ class _Signature(NamedTuple):
     device: int
     tile: ForwardTile
     stream: bool
-    lean: Lean | None
 
 
 class _Plan:
@@ -213,12 +181,11 @@ class _Plan:
             None, None, None, None, *bias, *(mask or (0, 0, 0)),
             n, h, o, tiles, tiles, bias_blocks, word_count,
         )  # fmt: skip
-        defines = forward_defines(d, x.fp32_bias, masked, x.save, x.scale)
-        pack = {"BIAS_F32": int(x.fp32_bias)} | ({"FINITE": 1} if defines["BIAS_TERMS"] else {})
-        kernel = jit.load("tri_attn_pack", pack, x.device)
+        kernel = jit.load("tri_attn_pack", {"BIAS_F32": int(x.fp32_bias)}, x.device)
         blocks, pointers = bias_blocks + (word_count + 3) // 4, ("bias", "tiles", "mask", "words")
         self.pack = Launch(kernel, blocks, 128, params, pointers=pointers)
 
+        defines = forward_defines(d, x.fp32_bias, masked, x.save)
         key_tiles = tiles if x.tile.group == 1 else (n + TILE - 1) // TILE
         query_blocks, groups = (n + QUERIES - 1) // QUERIES, (o + x.tile.group - 1) // x.tile.group
         items = b * groups * h * query_blocks
@@ -226,7 +193,6 @@ class _Plan:
             bias_batch=0 if x.batches == 1 else h * tiles * tiles * tile_bytes,
             outer=o, heads=h, n=n, d=d, key_tiles=key_tiles, bias_key_tiles=tiles,
             query_tiles=tiles, query_blocks=query_blocks, groups=groups, items=items, scale=x.scale,
-            scale_log2=x.scale * math.log2(math.e),
         )  # fmt: skip
         boxes = [(1, x.tile.group, 1, rows, width) for rows in (QUERIES, TILE, TILE)]
         maps = {
@@ -268,7 +234,7 @@ def tri_attn_fwd(
     tile = FORWARD_TILES[head_width(shape[-1]), mask is not None]
     wide = bias.dtype is torch.float32
     plan = _plan(
-        _Signature(shape, strides, wide, batches, save_residual, scale, device, tile, STREAM, LEAN)
+        _Signature(shape, strides, wide, batches, save_residual, scale, device, tile, STREAM)
     )
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if not plan.mappable or (q_at | k_at | v_at) % 16:

@@ -45,24 +45,18 @@ class Tuning(NamedTuple):
     """How a main kernel runs.
 
     A warpgroup takes that many slices at a time; split keeps the low bits of dS; ahead computes the
-    scores of the next step under the exponentials of this one, and groups (with ahead) also under
-    what follows them. Of the dQ kernel: handover lets one warpgroup add the sums of both, held is
-    the number of bias values that a thread keeps in registers, hints keep its sums in L2 (with
-    handover).
+    scores of the next step early, for which a second score tile needs registers; handover lets one
+    warpgroup of the dQ kernel add the sums of both.
     """
 
     slices: int
     split: bool
     ahead: bool = False
-    groups: bool = False
     handover: bool = False
-    held: int = 32
-    hints: bool = False
 
 
 TUNING = {
-    (KV, 16): Tuning(4, False, True, True), (KV, 32): Tuning(2, False, True, True),
-    (KV, 64): Tuning(1, False, True),
+    (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True), (KV, 64): Tuning(1, False, True),
     (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
     (Q_BIAS, 64): Tuning(2, True),
 }  # fmt: skip
@@ -139,10 +133,9 @@ def shared_bytes(kernel: str, problem: Problem) -> tuple[int, int]:
     slice_bytes = 2 * operand + TILE * FOLD_BYTES
     fixed = 1024 + TILE * FOLD_BYTES + 16 * (MAX_STAGES + 2)
     if kernel == Q_BIAS:
-        biases = 1 if way.held == 32 else 2
-        tile, staged = TILE * TILE * 4, 1 if problem.width == 64 or biases == 2 else 2
+        tile, staged = TILE * TILE * 4, 1 if problem.width == 64 else 2
         pair = 2 * slice_bytes
-        fixed += slices * pair + 2 * staged * operand + (1 + biases) * tile
+        fixed += slices * pair + 2 * staged * operand + 2 * tile
         fixed += TILE * FOLD_BYTES + 16 * (slices + 8)
         stages = min(MAX_PAIR_STAGES, (SHARED_LIMIT - fixed) // pair)
         return stages, fixed + stages * pair
@@ -170,14 +163,10 @@ def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]
             "TPF_G": way.slices,
             "TPF_SPLIT": int(way.split),
             "TPF_AHEAD": int(way.ahead),
-            "TPF_GROUPS": int(way.groups),
             "TPF_STAGES": shared_bytes(name, problem)[0],
         }
     found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
-    of_queries = tuning(Q_BIAS, problem)
-    found[Q_BIAS]["TPF_HANDOVER"] = int(of_queries.handover)
-    found[Q_BIAS]["TPF_HELD"] = of_queries.held
-    found[Q_BIAS]["TPF_HINTS"] = int(of_queries.hints)
+    found[Q_BIAS]["TPF_HANDOVER"] = int(tuning(Q_BIAS, problem).handover)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpf.kernels import jit, launch, tma, tri_attn, tri_mul_layout
+from tpf.kernels import jit, launch, tma, tri_attn
 from tpf.kernels.launch import Launch
 from tpf.kernels.reference import Direction, TriMulWeights
 from tpf.kernels.tma import MapLayout, TensorMap
@@ -102,15 +102,11 @@ def forward_variants(sizes: Sizes) -> dict[str, Variant]:
     """Return the kernels of the forward for these sizes."""
     c, hidden = sizes.c_tiles, sizes.hidden_tiles
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
-    tuning = tri_mul_layout.TUNING
-    overlap = tuning.in_overlap and sizes.c <= 128  # for want of registers
-    of_in = shared | {"OVERLAP": int(overlap), "STORER": int(tuning.in_storer)}
+    of_in, of_out = Unit(2 * c, 2, sizes.c, 32), Unit(c + hidden, 0, sizes.hidden, 0)
     return {
         PACK: Variant(PACK, shared, 256, 0),
-        IN: _forward_variant(IN, of_in, Unit(2 * c, 2, sizes.c, 32), in_slices(sizes), c),
-        OUT: _forward_variant(
-            OUT, shared, Unit(c + hidden, 0, sizes.hidden, 0), out_slices(sizes), c + hidden
-        ),
+        IN: _forward_variant(IN, shared, of_in, in_slices(sizes), c),
+        OUT: _forward_variant(OUT, shared, of_out, out_slices(sizes), c + hidden),
     }
 
 
@@ -128,7 +124,7 @@ class Unit(NamedTuple):
 
 def in_slices(sizes: Sizes) -> tuple[int, ...]:
     """Return the units that a block of tri_mul_in may do, best first."""
-    return tri_mul_layout.TUNING.in_slice or sizes.units, 2, 1
+    return sizes.units, 2, 1
 
 
 def out_slices(sizes: Sizes) -> tuple[int, ...]:
@@ -142,8 +138,7 @@ def _forward_variant(
     """Return the kernel for the first slice that fits, with three consumers if they fit."""
     for units in slices:
         fixed = units * (unit.weight_tiles * TILE_BYTES + 64 * 16)
-        narrow = unit.operand <= 128 and not shared.get("OVERLAP")
-        for consumers in (FORWARD_CONSUMERS, 2) if narrow else (2,):
+        for consumers in (FORWARD_CONSUMERS, 2) if unit.operand <= 128 else (2,):
             own = (unit.outputs or units) * TILE_BYTES + unit.barriers
             fixed_here = fixed + consumers * own
             stages, size = fit_stages(fixed_here, stage_tiles * TILE_BYTES, 16, consumers)
@@ -230,10 +225,9 @@ def tri_mul_fwd(
     weights_at = [w.data_ptr() for w in in_kernel_order(weights)]
     plan.pack(stream, (), (*weights_at, packed))
     plan.in_(stream, (z_at, at), (packed, z_stats, mask_at))
-    for views in parts.views:
-        a, b, x = [view.of(saved) for view in views]
-        left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
-        torch.bmm(left, right, out=x)
+    a, b, x = [view.of(saved) for view in parts.views]
+    left, right = (a, b.mT) if direction == "outgoing" else (a.mT, b)
+    torch.bmm(left, right, out=x)
     maps = z_at, at + parts.x, out.data_ptr()
     plan.out(stream, maps, (packed, z_stats, at + parts.x_stats))
     return out, saved

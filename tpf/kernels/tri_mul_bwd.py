@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpf.kernels import launch, tma, tri_attn, tri_mul, tri_mul_layout
+from tpf.kernels import launch, tma, tri_attn, tri_mul
 from tpf.kernels.launch import Launch
 from tpf.kernels.reference import Direction, TriMulWeights
 from tpf.kernels.tma import TensorMap
@@ -59,9 +59,7 @@ def backward_variants(sizes: Sizes, train_weights: bool = True) -> dict[str, Var
     c, hidden = sizes.c_tiles, sizes.hidden_tiles
     threads = 128 * (BACKWARD_CONSUMERS + 1)
     shared = {"CZ": sizes.c, "CH": sizes.hidden}
-    tuning = tri_mul_layout.TUNING
-    options = {"WIDE": int(tuning.bwd_wide), "STORER": int(tuning.bwd_storer)}
-    sums = shared | options | {"SUMS": int(train_weights)}
+    sums = shared | {"SUMS": int(train_weights)}
     fixed = sizes.out_weights + c * 64 * 16
     stage = (hidden + 2 * c + max(hidden, c)) * TILE_BYTES + 5 * 1024
     stages, size = tri_mul.fit_stages(fixed, stage, 48, BACKWARD_CONSUMERS // c)
@@ -73,7 +71,7 @@ def backward_variants(sizes: Sizes, train_weights: bool = True) -> dict[str, Var
     for last in (0, 1):
         defines = sums | {"STAGES": stages, "LAST": last, "SHARED_BYTES": size}
         found[f"{BWD_IN}_{last}"] = Variant(BWD_IN, defines, threads, size)
-    found[GRADS] = Variant(GRADS, shared | options, GRADS_THREADS, 0)
+    found[GRADS] = Variant(GRADS, shared, GRADS_THREADS, 0)
     return found
 
 
@@ -104,9 +102,7 @@ class Workspace:
         self.dx = self.in_partial = offsets["dx"]
         self.out_partial, self.ticket = offsets["out_partial"], offsets["ticket"]
         self.in_shares, self.out_shares = offsets["in_shares"], offsets["out_shares"]
-        self.views = list(
-            zip(shape.matrices(0), shape.matrices(dx), shape.matrices(self.dx), strict=True)
-        )
+        self.views = [shape.matrices(byte) for byte in (0, dx, self.dx)]
         """Of da, db and dx."""
 
 
@@ -160,15 +156,14 @@ def _backward(
 
 def _branch_gradients(plan: _Backward, saved: Tensor, room: Tensor, direction: Direction) -> None:
     """Write da and db of the contraction."""
-    for views, rooms in zip(plan.saved.views, plan.work.views, strict=True):
-        a, b = [view.of(saved) for view in views[:2]]
-        da, db, dx = [view.of(room) for view in rooms]
-        if direction == "outgoing":
-            torch.bmm(dx, b, out=da)
-            torch.bmm(dx.mT, a, out=db)
-        else:
-            torch.bmm(b, dx.mT, out=da)
-            torch.bmm(a, dx, out=db)
+    a, b = [view.of(saved) for view in plan.saved.views[:2]]
+    da, db, dx = [view.of(room) for view in plan.work.views]
+    if direction == "outgoing":
+        torch.bmm(dx, b, out=da)
+        torch.bmm(dx.mT, a, out=db)
+    else:
+        torch.bmm(b, dx.mT, out=da)
+        torch.bmm(a, dx, out=db)
 
 
 def tri_mul_bwd(

@@ -23,26 +23,6 @@ TILE_BYTES = 8192
 _I32 = ctypes.c_int32
 
 
-class Tuning(NamedTuple):
-    """Choices that change times alone; ``benchmarks/trimul_check.py --variants`` compares them."""
-
-    by_rows: bool = False
-    """a, b and x are [B, N, H, N] in place of [B, H, N, N]: a row of all channels lies together."""
-    in_slice: int = 0
-    """Units of a block of tri_mul_in; 0: all that fit."""
-    in_overlap: bool = False
-    """Products of the next unit run under the gates of this one."""
-    in_storer: bool = False
-    """Warps of their own store a and b."""
-    bwd_wide: bool = False
-    """Backward products for 128 channels at once in place of two for 64."""
-    bwd_storer: bool = False
-    """A warp of its own stores the results of the backward, and loads begin earlier."""
-
-
-TUNING = Tuning(in_storer=True, bwd_storer=True)
-
-
 class Grid(ctypes.Structure):
     """``Grid`` of tri_mul.cuh."""
 
@@ -148,10 +128,8 @@ class Shape(NamedTuple):
     @property
     def hidden_strides(self) -> tuple[int, int, int, int]:
         """Strides of a, b or x as [B, H, N, N], in elements."""
-        h, n, pitch = self.sizes.hidden, self.n, self.pitch
-        if TUNING.by_rows:
-            return n * h * pitch, pitch, h * pitch, 1
-        return h * n * pitch, n * pitch, pitch, 1
+        plane = self.n * self.pitch
+        return self.sizes.hidden * plane, plane, self.pitch, 1
 
     @property
     def grid(self) -> Grid:
@@ -182,14 +160,10 @@ class Shape(NamedTuple):
         box = 1, 1, self.sizes.box, 1, ROWS
         return MapLayout((2, *x.shape), (self.hidden_elements, *x.strides), box, 128)
 
-    def matrices(self, byte: int) -> tuple[View, ...]:
-        """Return a, b or x at a byte of a workspace as batches of N x N matrices."""
-        b, h, i, k = self.hidden_strides
-        count = self.batch * self.sizes.hidden
-        if b == h * self.sizes.hidden:  # one batch of all
-            return (View((count, self.n, self.n), (h, i, k), byte // 2),)
-        size = self.sizes.hidden, self.n, self.n
-        return tuple(View(size, (h, i, k), byte // 2 + b * x) for x in range(self.batch))
+    def matrices(self, byte: int) -> View:
+        """Return a, b or x at a byte of a workspace as a batch of N x N matrices."""
+        size = self.batch * self.sizes.hidden, self.n, self.n
+        return View(size, self.hidden_strides[1:], byte // 2)
 
 
 class Saved:
@@ -210,7 +184,5 @@ class Saved:
         self.x, self.packed = offsets["x"], offsets["packed"]
         self.z_stats, self.x_stats = offsets["z_stats"], offsets["x_stats"]
         self.b = 2 * shape.hidden_elements
-        self.views = list(
-            zip(shape.matrices(0), shape.matrices(self.b), shape.matrices(self.x), strict=True)
-        )
+        self.views = [shape.matrices(byte) for byte in (0, self.b, self.x)]
         """Of a, b and x."""

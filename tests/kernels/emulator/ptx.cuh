@@ -1,8 +1,7 @@
 // CPU stand-in for kernels/ptx.cuh: the same functions, executed by fibers, one for each thread of
-// a block. Asynchronous work runs at the moment that exposes most mistakes: a bulk copy when it is
-// issued (it may overwrite what is still read), a matrix product when it is waited for (its inputs
-// must still be there, its result is not there earlier). A block in which nobody can proceed is
-// reported as a deadlock.
+// a block. Asynchronous work runs at the moment that exposes most mistakes: bulk copies as copies.cuh
+// says, a matrix product when it is waited for (its inputs must still be there, its result is not
+// there earlier). A block in which nobody can proceed is reported as a deadlock.
 #pragma once
 #include <ucontext.h>
 
@@ -256,106 +255,20 @@ DEV void mbar_wait(u32 bar, u32 parity) {
 }
 DEV void mbar_wait_idle(u32 bar, u32 parity) { mbar_wait(bar, parity); }
 
-template <class... Coordinate>
-DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, Coordinate... coordinate) {
-  constexpr int RANK = sizeof...(Coordinate);
-  const i64 at[RANK] = {coordinate...};
-  const unsigned char* base = reinterpret_cast<const unsigned char*>(map->opaque[0]);
-  const u32 size = map->opaque[1], swizzle = map->opaque[3];
-  if (map->opaque[2] != RANK) emu::fail("rank of a tensor map");
-  const u64 *shape = map->opaque + 4, *stride = map->opaque + 9;
-  u32 box[5] = {1, 1, 1, 1, 1};
-  memcpy(box, map->opaque + 13, 4 * RANK);
-  u32 offset = 0;
-  int i[5] = {};
-  for (i[4] = 0; i[4] < int(box[4]); ++i[4])
-    for (i[3] = 0; i[3] < int(box[3]); ++i[3])
-      for (i[2] = 0; i[2] < int(box[2]); ++i[2])
-        for (i[1] = 0; i[1] < int(box[1]); ++i[1])
-          for (i[0] = 0; i[0] < int(box[0]); ++i[0], offset += size) {
-            bool inside = true;
-            i64 from = 0;
-            for (int d = 0; d < RANK; ++d) {
-              const i64 c = at[d] + i[d];
-              inside &= c >= 0 && c < i64(shape[d]);
-              from += c * (d == 0 ? size : i64(stride[d - 1]));
-            }
-            u32 raw = dst + offset;
-            if (swizzle) raw ^= (raw >> 7 & (swizzle / 16 - 1)) << 4;
-            if (inside) {
-              memcpy(emu::at(raw), base + from, size);
-            } else {
-              memset(emu::at(raw), 0, size);
-            }
-          }
-  emu::Barrier& b = emu::barriers.at(bar);
-  b.bytes -= offset;
-  emu::settle(b);
-}
-// Writes a box; parts outside the tensor are dropped.
-template <class... Coordinate>
-DEV void tma_store(const TensorMap* map, u32 src, Coordinate... coordinate) {
-  constexpr int RANK = sizeof...(Coordinate);
-  const i64 at[RANK] = {coordinate...};
-  const u32 size = map->opaque[1], swizzle = map->opaque[3];
-  if (map->opaque[2] != RANK) emu::fail("rank of a tensor map");
-  const u64 *shape = map->opaque + 4, *stride = map->opaque + 9;
-  u32 box[5] = {1, 1, 1, 1, 1};
-  memcpy(box, map->opaque + 13, 4 * RANK);
-  u32 offset = 0;
-  u32 i[5] = {};
-  for (i[4] = 0; i[4] < box[4]; ++i[4])
-    for (i[3] = 0; i[3] < box[3]; ++i[3])
-      for (i[2] = 0; i[2] < box[2]; ++i[2])
-        for (i[1] = 0; i[1] < box[1]; ++i[1])
-          for (i[0] = 0; i[0] < box[0]; ++i[0], offset += size) {
-            bool inside = true;
-            unsigned char* to = reinterpret_cast<unsigned char*>(map->opaque[0]);
-            for (int d = 0; d < RANK; ++d) {
-              const i64 c = at[d] + i[d];
-              inside &= c >= 0 && c < i64(shape[d]);
-              to += c * (d == 0 ? i64(size) : i64(stride[d - 1]));
-            }
-            u32 raw = src + offset;
-            if (swizzle) raw ^= (raw >> 7 & (swizzle / 16 - 1)) << 4;
-            if (inside) memcpy(to, emu::at(raw), size);
-          }
-}
-DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
-  if (bytes % 16 || dst % 16 || reinterpret_cast<u64>(src) % 16) emu::fail("bulk_load alignment");
-  memcpy(emu::at(dst), src, bytes);
-  emu::Barrier& b = emu::barriers.at(bar);
-  b.bytes -= bytes;
-  emu::settle(b);
-}
-DEV void bulk_store(void* dst, u32 src, u32 bytes) { memcpy(dst, emu::at(src), bytes); }
-DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes) {
-  for (u32 i = 0; i < bytes / 4; ++i) {
-    static_cast<float*>(dst)[i] += reinterpret_cast<float*>(emu::at(src))[i];
-  }
-}
-DEV u64 l2_keep() { return 0; }
-DEV u64 l2_stream() { return 0; }
-DEV void tma_load(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3, int c4,
-                  u64) {
-  tma_load(dst, map, bar, c0, c1, c2, c3, c4);
-}
-DEV void bulk_store(void* dst, u32 src, u32 bytes, u64) { bulk_store(dst, src, bytes); }
-DEV void bulk_reduce_add_f32(void* dst, u32 src, u32 bytes, u64) {
-  bulk_reduce_add_f32(dst, src, bytes);
-}
-DEV void bulk_commit() {}
-template <int Pending>
-DEV void bulk_wait_read() {}
-template <int Pending>
-DEV void bulk_wait() {}
-DEV void fence_async_shared() {}
+#include "copies.cuh"
 
 template <int Registers>
 DEV void reg_alloc() {}
 template <int Registers>
 DEV void reg_dealloc() {}
 DEV void named_sync(int id, int threads) { emu::meet(emu::named[id], threads); }
+DEV void named_arrive(int id, int threads) {
+  emu::Rendezvous& r = emu::named[id];
+  emu::progress();
+  if (++r.count < threads) return;
+  r.count = 0;
+  ++r.generation;
+}
 DEV bool elect_one() { return emu::lane() == 0; }
 DEV int thread_now() { return emu::self->id; }
 
@@ -380,7 +293,7 @@ static inline T shared_value(u32 addr) {
 DEV uint4 lds128(u32 addr) { return shared_value<uint4>(addr); }
 DEV u64 lds64(u32 addr) { return shared_value<u64>(addr); }
 DEV float lds32f(u32 addr) { return shared_value<float>(addr); }
-DEV void sts32(u32 addr, u32 v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV void sts32(u32 addr, u32 v) { emu::put(addr, &v, sizeof v); }
 DEV void ldmatrix(u32 (&v)[4], u32 addr) {
   const u64 mine[4] = {addr};
   auto* all = emu::exchange(emu::warp(), 32, emu::lane(), mine);
@@ -406,7 +319,7 @@ DEV void stmatrix(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   const u32 words[4] = {a, b, c, d};
   u32 rows[4];
   for (int i = 0; i < 4; ++i) rows[i] = static_cast<u32>(all[8 * i + emu::lane() / 4][0]);
-  for (int i = 0; i < 4; ++i) memcpy(emu::at(rows[i] + emu::lane() % 4 * 4), words + i, 4);
+  for (int i = 0; i < 4; ++i) emu::put(rows[i] + emu::lane() % 4 * 4, words + i, 4);
 }
 DEV void stmatrix_trans(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   const u64 mine[4] = {addr};
@@ -419,12 +332,12 @@ DEV void stmatrix_trans(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < 2; ++j) {
       const u16 half = static_cast<u16>(words[i] >> 16 * j);
-      memcpy(emu::at(rows[i][j]), &half, 2);
+      emu::put(rows[i][j], &half, 2);
     }
 }
-DEV void sts128(u32 addr, uint4 v) { memcpy(emu::at(addr), &v, sizeof v); }
-DEV void sts16(u32 addr, u16 v) { memcpy(emu::at(addr), &v, sizeof v); }
-DEV void sts32f(u32 addr, float v) { memcpy(emu::at(addr), &v, sizeof v); }
+DEV void sts128(u32 addr, uint4 v) { emu::put(addr, &v, sizeof v); }
+DEV void sts16(u32 addr, u16 v) { emu::put(addr, &v, sizeof v); }
+DEV void sts32f(u32 addr, float v) { emu::put(addr, &v, sizeof v); }
 DEV float rsqrt_fast(float x) { return 1.f / sqrtf(x); }
 DEV u32 take_ticket(u32* counter) { return atomicAdd(counter, 1u); }
 

@@ -1,12 +1,11 @@
 // Runs the kernel KERNEL of the included source KERNEL_SOURCE block by block on fibers.
-#include <random>
-
 #include KERNEL_SOURCE
 
 alignas(64) static unsigned char params_storage[sizeof(Params)];
 
 static void enter() {
   KERNEL(*reinterpret_cast<const Params*>(params_storage));
+  emu::check_sources_read();
   emu::self->done = true;
   emu::progress();
   emu::leave();
@@ -15,15 +14,13 @@ static void enter() {
 // Which warps may run in a sweep: all (seed 0), or random ones that stand still for a random time, so
 // that a wait which only luck satisfies fails.
 struct Schedule {
-  std::mt19937 random;
-  bool shuffled;
   std::vector<int> asleep;  // sweeps
 
-  Schedule(unsigned seed, int warps) : random(seed), shuffled(seed != 0), asleep(warps, 0) {}
+  explicit Schedule(int warps) : asleep(warps, 0) {}
   bool runs(int warp) {
-    if (!shuffled) return true;
+    if (!emu::shuffled) return true;
     if (asleep[warp] > 0) return --asleep[warp], false;
-    if (random() % 8 == 0) asleep[warp] = random() % 64;
+    if (emu::random() % 8 == 0) asleep[warp] = emu::random() % 64;
     return true;
   }
   bool wake() {  // whether any slept
@@ -42,6 +39,9 @@ extern "C" const char* emulate(const void* params, int blocks, int threads, unsi
   for (int block = 0; block < blocks; ++block) {
     blockIdx = {unsigned(block), 0, 0};
     memset(smem, 0xff, sizeof smem);
+    emu::shuffled = seed != 0;
+    emu::random.seed(seed + block);
+    emu::reset_copies(threads);
     emu::barriers.clear();
     emu::named.clear();
     emu::block_sync = {};
@@ -58,7 +58,7 @@ extern "C" const char* emulate(const void* params, int blocks, int threads, unsi
       makecontext(&f.context, enter, 0);
     }
     emu::idle = 0;
-    Schedule schedule(seed ? seed + block : 0, threads / 32);
+    Schedule schedule(threads / 32);
     volatile int left = threads;
     while (left > 0) {
       left = 0;
@@ -73,12 +73,14 @@ extern "C" const char* emulate(const void* params, int blocks, int threads, unsi
         swapcontext(&emu::scheduler, &f.context);
         if (emu::error[0]) return emu::error;
       }
-      if (emu::idle > 20l * threads && schedule.wake()) emu::idle = 0;
+      emu::advance_copies();
+      if (emu::idle > 20l * threads && (emu::land_loads() | schedule.wake())) emu::idle = 0;
       if (emu::idle > 20l * threads) {
         snprintf(emu::error, sizeof emu::error, "block %d: deadlock, %d threads wait", block, left);
         return emu::error;
       }
     }
+    emu::complete([](const emu::Store&) { return true; });
   }
   return nullptr;
 }
