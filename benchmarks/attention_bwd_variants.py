@@ -3,8 +3,8 @@
 Usage: python benchmarks/attention_bwd_variants.py [--build]. Both compute the same sums in the same
 order: gradients must be bitwise those of the first call of the present kernels. Small shapes are
 compared with FP64 too (relative L2 error in percent); then both run CALLS times at each size, and
-what differs is located: dq and dbias come from the dQ kernel, dk and dv from the other. At last both
-are timed in turn, whole calls as CUDA graphs, kernels by events. --build compiles only.
+differences are located: dq and dbias come from the dQ kernel, dk and dv from the other. At last
+both are timed in turn, whole calls as CUDA graphs, kernels by events. --build compiles only.
 """
 
 from __future__ import annotations

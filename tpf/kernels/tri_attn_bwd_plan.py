@@ -56,7 +56,8 @@ class Tuning(NamedTuple):
 
 
 TUNING = {
-    (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True), (KV, 64): Tuning(1, False, True),
+    (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True),
+    (KV, 64): Tuning(1, False, True),
     (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
     (Q_BIAS, 64): Tuning(2, True),
 }  # fmt: skip
