@@ -38,8 +38,8 @@ RECIPE = [
 HIGH_NOISE = ["train.steps=150", "train.noise_mean=3", "train.noise_sd=1.2"]
 ALL_LEVELS = [
     "train.steps=1000",
-    "train.noise_mean=0",
-    "train.noise_sd=1.8",
+    "train.noise_mean=0.6",
+    "train.noise_sd=2",
     "train.decay_after=600",
     "train.decay_every=32",
     "train.decay=0.75",
