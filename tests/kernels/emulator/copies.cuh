@@ -112,12 +112,11 @@ static inline void advance_copies() {
     store.write(store.bytes);
   }
 }
-// Lets all loads arrive; returns whether there were any.
-static inline bool land_loads() {
+// Lets all loads arrive.
+static inline void land_loads() {
   const auto all = std::move(loads);
   loads.clear();
   for (auto& load : all) load();
-  return !all.empty();
 }
 static inline void load_later(std::function<void()> load) {
   if (shuffled)

@@ -93,6 +93,7 @@ static std::vector<Rendezvous> warps;
 static std::map<int, Rendezvous> named;
 static Rendezvous block_sync;
 static long idle;  // yields in a row without progress
+static long made;  // steps of progress
 static char error[512];
 
 [[noreturn]] static inline void leave() {
@@ -107,7 +108,7 @@ static inline void yield() {
   ++idle;
   swapcontext(&self->context, &scheduler);
 }
-static inline void progress() { idle = 0; }
+static inline void progress() { idle = 0, ++made; }
 
 // Gives every participant the values of all; returns the table of slots.
 static inline u64 (*exchange(Rendezvous& r, int people, int index, const u64 (&value)[4]))[4] {

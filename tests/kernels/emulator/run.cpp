@@ -15,18 +15,18 @@ static void enter() {
 // that a wait which only luck satisfies fails.
 struct Schedule {
   std::vector<int> asleep;  // sweeps
+  long calm = -1;           // progress at the last wake; nobody falls asleep before more is made
 
   explicit Schedule(int warps) : asleep(warps, 0) {}
   bool runs(int warp) {
-    if (!emu::shuffled) return true;
+    if (!emu::shuffled || emu::made == calm) return true;
     if (asleep[warp] > 0) return --asleep[warp], false;
     if (emu::random() % 8 == 0) asleep[warp] = emu::random() % 64;
     return true;
   }
-  bool wake() {  // whether any slept
-    bool any = false;
-    for (int& sweeps : asleep) any |= sweeps > 0, sweeps = 0;
-    return any;
+  void wake() {
+    std::fill(asleep.begin(), asleep.end(), 0);
+    calm = emu::made;
   }
 };
 
@@ -74,8 +74,12 @@ extern "C" const char* emulate(const void* params, int blocks, int threads, unsi
         if (emu::error[0]) return emu::error;
       }
       emu::advance_copies();
-      if (emu::idle > 20l * threads && (emu::land_loads() | schedule.wake())) emu::idle = 0;
-      if (emu::idle > 20l * threads) {
+      if (emu::idle <= 20l * threads) continue;
+      if (emu::made != schedule.calm) {
+        emu::land_loads();
+        schedule.wake();
+        emu::idle = 0;
+      } else {
         snprintf(emu::error, sizeof emu::error, "block %d: deadlock, %d threads wait", block, left);
         return emu::error;
       }
