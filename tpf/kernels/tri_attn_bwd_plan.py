@@ -58,7 +58,7 @@ class Tuning(NamedTuple):
 TUNING = {
     (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True),
     (KV, 64): Tuning(1, False, True),
-    (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
+    (Q_BIAS, 16): Tuning(4, False, True, True), (Q_BIAS, 32): Tuning(4, False, False, True),
     (Q_BIAS, 64): Tuning(2, True),
 }  # fmt: skip
 """By kernel and padded head width. A kernel has 240 registers a thread to spend on these."""
