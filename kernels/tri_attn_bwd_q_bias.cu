@@ -3,10 +3,11 @@
 // An item is (64 queries, head, group of 2 kG slices); a strip is all items of the same queries,
 // and a block has a list of items of few strips. Consumer warpgroup w owns kG of the slices and
 // walks the key tiles: S = Q K^T and dP = dO V^T (rows = queries), dQ += dS K with dS from
-// registers, and the sum of dS over its slices. The two sums meet in shared memory and are added to
-// the block's own copy of the strip of dbias [key tiles][64 x 64] in fp32, in L2: one writer, in
-// the order of its items. tri_attn_bwd_strips adds the few copies of a strip. dbias never sees dS
-// rounded; with TPF_SPLIT neither does dQ, as dS then enters its product as two bf16 numbers.
+// registers, and the sum of dS over its slices. Warpgroup 0 hands its sums over through shared
+// memory and goes on; warpgroup 1 adds its own and sends them to the block's own copy of the strip
+// of dbias [key tiles][64 x 64] in fp32, in L2: one writer, in the order of its items.
+// tri_attn_bwd_strips adds the few copies of a strip. dbias never sees dS rounded; with TPF_SPLIT
+// neither does dQ, as dS then enters its product as two bf16 numbers.
 //   producer   warpgroup 2, one thread: per key tile bias, per step K, V, fold of two slices,
 //              Q, dO, fold of a slice of the next item as soon as the last one is done with it
 //   consumers  warpgroups 0, 1: 240 registers (kG * kD / 2 + 32 sums, 64 scores, 32 bias)
@@ -16,7 +17,6 @@
 
 constexpr bool kSplit = TPF_SPLIT;
 constexpr bool kAhead = TPF_AHEAD;        // S of the next step under the exponentials of this one
-constexpr bool kHandover = TPF_HANDOVER;  // one warpgroup adds the sums of both
 constexpr int kBuffers = kAhead ? 2 : 1;    // score tiles
 constexpr int kStages = TPF_STAGES;
 constexpr int kWaitStep = kG > 2 ? kG - 2 : kG - 1;  // at which the last sums have surely left
@@ -31,7 +31,7 @@ constexpr int kExchange = kBias + kBiasBytes;
 constexpr int kOnes = kExchange + kSumBytes;
 constexpr int kZeros = kOnes + kFoldBytes;
 constexpr int kBarriers = kZeros + kFoldBytes;
-constexpr int kSmemBytes = kBarriers + 16 * (kStages + kG + 2) + 1024;
+constexpr int kSmemBytes = kBarriers + 16 * (kStages + kG) + 24 + 1024;
 static_assert(kWideBias, "the bias comes in fp32");
 static_assert(!kAhead || kG % 2 == 0, "score tiles alternate");
 static_assert(kG >= 2 && kStages >= 3, "a stage is held for two steps after its first");
@@ -43,10 +43,10 @@ struct Barriers {
   __device__ u32 empty(int stage) const { return base + 8 * (kStages + stage); }
   __device__ u32 resident_full(int g) const { return base + 8 * (2 * kStages + g); }
   __device__ u32 resident_empty(int g) const { return base + 8 * (2 * kStages + kG + g); }
-  // What warpgroup w sent off from the exchange (its half, or with kHandover all, w = 1) has left.
-  __device__ u32 sent(int w) const { return base + 16 * (kStages + kG) + 8 * w; }
-  __device__ u32 bias_full() const { return base + 16 * (kStages + kG + 1); }
-  __device__ u32 bias_empty() const { return base + 16 * (kStages + kG + 1) + 8; }
+  // The sums that were in the exchange have left: it is free again.
+  __device__ u32 sent() const { return base + 16 * (kStages + kG); }
+  __device__ u32 bias_full() const { return base + 16 * (kStages + kG) + 8; }
+  __device__ u32 bias_empty() const { return base + 16 * (kStages + kG) + 16; }
 };
 
 struct Item {
@@ -137,42 +137,9 @@ DEV void send(float* to, u32 from, int bytes, bool fresh) {
   bulk_commit();
 }
 
-// The sums of both warpgroups are added to a tile of the strip: each gives the other one half of
-// its own through the exchange, adds the half that it was given and sends the result off.
-template <int kOwn>
-DEV void give_sums(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread) {
-  const u32 other = exchange + (1 - kOwn) * (kSumBytes / 2) + thread * 16;
-  mbar_wait(bars.sent(1 - kOwn), parity);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* x = sum + (1 - kOwn) * 16 + 4 * i;
-    sts128(other + i * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
-                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
-  }
-}
-
-template <int kOwn>
-DEV void send_sums(const float (&sum)[32], u32 exchange, int thread, float* tile, bool fresh) {
-  constexpr int kHalf = kSumBytes / 2;
-  const u32 own = exchange + kOwn * kHalf + thread * 16;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* x = sum + kOwn * 16 + 4 * i;
-    const uint4 y = lds128(own + i * 2048);
-    sts128(own + i * 2048, make_uint4(__float_as_uint(x[0] + __uint_as_float(y.x)),
-                                      __float_as_uint(x[1] + __uint_as_float(y.y)),
-                                      __float_as_uint(x[2] + __uint_as_float(y.z)),
-                                      __float_as_uint(x[3] + __uint_as_float(y.w))));
-  }
-  fence_async_shared();  // the copy below reads through the async proxy
-  named_sync(1 + kOwn, 128);
-  if (thread == 0) send(tile + kOwn * kHalf / 4, exchange + kOwn * kHalf, kHalf, fresh);
-}
-
-// The same, but warpgroup 0 hands all of its sums over and goes on, and warpgroup 1, which follows
-// it, adds its own and sends them off. The exchange is free again once it says so (sent(1)).
+// Warpgroup 0 hands its sums of a tile over and goes on, as soon as the exchange is free.
 DEV void hand_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 parity, int thread) {
-  mbar_wait(bars.sent(1), parity);
+  mbar_wait(bars.sent(), parity);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     sts128(exchange + thread * 16 + i * 2048,
@@ -181,6 +148,7 @@ DEV void hand_over(const float (&sum)[32], u32 exchange, Barriers bars, u32 pari
   named_arrive(3, 128 * kConsumers);
 }
 
+// Warpgroup 1 adds its own and sends the result off to a tile of the strip.
 DEV void take_over(const float (&sum)[32], u32 exchange, int thread, float* tile, bool fresh) {
   named_sync(3, 128 * kConsumers);
 #pragma unroll
@@ -315,32 +283,20 @@ DEV void consume(const Params& p, u32 smem, Barriers bars, int warpgroup, int th
           else
             gradient[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
         }
-        if (g == kWaitStep && (!kHandover || warpgroup == 1)) {
+        if (g == kWaitStep && warpgroup == 1) {
           if (thread == 0) bulk_wait<0>();  // complete: the sums of the next item come after these
           if (EVERY_LANE) named_sync(1 + warpgroup, 128);
-          if (EVERY_LANE || thread == 0) mbar_arrive(bars.sent(warpgroup));
+          if (EVERY_LANE || thread == 0) mbar_arrive(bars.sent());
         }
         if constexpr (!kAhead) {
           keep_words(kSplit ? rest : gradient, never, full, parity);
           wgmma_wait<0>();
         }
       }
-      if constexpr (kHandover) {
-        if (warpgroup == 0)
-          hand_over(sum, smem + kExchange, bars, tile_parity, thread);
-        else
-          take_over(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
-      } else {
-        if (warpgroup == 0)
-          give_sums<0>(sum, smem + kExchange, bars, tile_parity, thread);
-        else
-          give_sums<1>(sum, smem + kExchange, bars, tile_parity, thread);
-        named_sync(3, 128 * kConsumers);
-        if (warpgroup == 0)
-          send_sums<0>(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
-        else
-          send_sums<1>(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
-      }
+      if (warpgroup == 0)
+        hand_over(sum, smem + kExchange, bars, tile_parity, thread);
+      else
+        take_over(sum, smem + kExchange, thread, sums_of(p, first_sum + tile), fresh);
       tile_parity ^= 1;
     }
     wgmma_fence();
@@ -376,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     mbar_init(bars.bias_full(), 1);
     mbar_init(bars.bias_empty(), kConsumerArrivals);
-    for (int w = 0; w < kConsumers; ++w) mbar_init(bars.sent(w), EVERY_LANE ? 128 : 1);
+    mbar_init(bars.sent(), EVERY_LANE ? 128 : 1);
     mbar_init_fence();
   }
   __syncthreads();

@@ -108,7 +108,7 @@ struct Moments {
 };
 template <int Steps>
 DEV Moments moments(const u32 (&words)[4 * Steps], int lane) {
-  constexpr float COUNT = 16 * Steps;
+  constexpr float SHARE = 1.f / (16 * Steps);
   Moments m;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -120,8 +120,8 @@ DEV Moments moments(const u32 (&words)[4 * Steps], int lane) {
       sum += x + y;
       squares = fmaf(x, x, fmaf(y, y, squares));
     }
-    const float shift = quad_sum(sum) / COUNT;
-    const float variance = fmaf(-shift, shift, quad_sum(squares) / COUNT);
+    const float shift = quad_sum(sum) * SHARE;
+    const float variance = fmaf(-shift, shift, quad_sum(squares) * SHARE);
     m.mean[r] = origin + shift;
     m.rstd[r] = rsqrt_fast(fmaxf(variance, 0.f) + EPS);
   }

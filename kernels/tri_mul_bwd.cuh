@@ -101,11 +101,12 @@ struct Correction {
   float shift[2], slope[2];
 
   DEV Correction of(const RowScales& s, const float (&sum)[2], const float (&moment)[2], int count) {
+    const float share = 1.f / count;
     Correction c;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float mean = quad_sum(sum[r]) / count;
-      const float slope = fmaf(s.rstd[r], quad_sum(moment[r]) / count, s.offset[r] * mean);
+      const float mean = quad_sum(sum[r]) * share;
+      const float slope = fmaf(s.rstd[r], quad_sum(moment[r]) * share, s.offset[r] * mean);
       c.shift[r] = fmaf(s.offset[r], slope, mean);
       c.slope[r] = s.rstd[r] * slope;
     }

@@ -124,9 +124,8 @@ DEV void store_units(const Params& p, u32 smem, Barriers bars, int group) {
       const u32 tile = count & 1;
       mbar_wait_idle(bars.filled(group, tile), count >> 1 & 1);
       send_unit(p, output + tile * BLOCK, slice * SLICE + unit, item);
-      if (count == 0) continue;
-      bulk_wait_read<1>();
-      mbar_arrive(bars.freed(group, tile ^ 1));
+      bulk_wait_read<0>();
+      mbar_arrive(bars.freed(group, tile));
     }
   }
   bulk_wait<0>();

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tpf import checkpoint
@@ -42,15 +39,3 @@ def assert_bitwise(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     different = [name for name in one if not torch.equal(one[name], two[name])]
     assert not different, f"{len(different)} tensors differ, such as {different[0]}"
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Wait until a run in another process has logged a step."""
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and process.poll() is None:
-        log = out / "train.jsonl"
-        if log.is_file() and len(log.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.02)
-    process.kill()
-    pytest.fail(f"no step {step} within two minutes: {process.communicate()[1]}")

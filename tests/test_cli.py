@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from tests.command import in_empty_folder
-from tpf.cli.train import train
+from tpf.cli.train import _start, train
 from tpf.config import load, to_yaml
 from tpf.errors import UsageError, told
+from tpf.launch import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "data" / "examples"
@@ -89,6 +90,7 @@ def test_help_texts_are_documented() -> None:
         (["train", "--replay", "nothing"], 2, "--replay nothing: no such file"),
         (["data", "check", "nothing"], 2, "nothing: no such file or folder"),
         (["data", "show", "nothing"], 2, "nothing: no such file or folder"),
+        (["data", "show", "nothing", "--seed", "-1"], 2, "--seed -1: .*greater than or equal to 0"),
         (["validate", "nothing"], 2, "nothing: no such file or folder"),
         (["score", "a.cif", "b.cif"], 2, "a.cif: no such file"),
     ],
@@ -142,6 +144,11 @@ def test_existing_out_is_never_overwritten(tmp_path: Path) -> None:
     (out / "precious").write_text("x")
     message = one_sentence(tpf("train", "--out", out, cwd=tmp_path), 2)
     assert "never overwritten" in message and (out / "precious").read_text() == "x"
+
+
+def test_restarts_never_go_on_in_a_folder_that_was_there_before(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="never overwritten"):
+        _start(Plan("launch", 2), load("tiny"), tmp_path, False, None, False, restarts=1)
 
 
 @pytest.mark.parametrize(

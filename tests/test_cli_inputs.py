@@ -155,8 +155,8 @@ def test_a_validation_without_a_scored_target_fails(model: Path, tmp_path: Path,
     code, output, errors = tpf("validate", model, "--out", "out")
     assert code == 1 and "skipped 1ubq: size: 76 tokens, more than 50" in output
     assert errors == (
-        "tpf: no target was scored: 1 skipped, such as 1ubq (size: 76 tokens, more than 50); "
-        "see out/metrics.json\n"
+        "tpf: no target was scored: 1 skipped, such as 1ubq (size: 76 tokens, more than 50; "
+        "--max-tokens 76 admits all, in training validate.max_tokens=76); see out/metrics.json\n"
     )
     assert (tmp_path / "out" / "metrics.json").is_file()
 

@@ -14,10 +14,12 @@ from runs import Messages, assert_bitwise, records
 
 from tpf.cli.display import Silent
 from tpf.config import Config, load
+from tpf.errors import UsageError
+from tpf.runfolder import RunFolder, remove_unstarted
 from tpf.train import Options, Trainer, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
-STEPS = 12
+STEPS = 8
 CONFIG = load(
     "tiny",
     [
@@ -66,6 +68,14 @@ def test_resuming_at_every_step_is_bitwise(straight: Path, tmp_path: Path) -> No
         assert_bitwise(straight / name, out / name)
     for folder in (straight, out):
         assert [r["step"] for r in records(folder)] == list(range(1, STEPS + 1))
+        assert all(r["max_mem_gb"] > 0.01 for r in records(folder))
+
+
+def test_fewer_steps_than_a_run_has_done_are_refused(straight: Path) -> None:
+    before = (straight / "config.yaml").read_text()
+    with pytest.raises(UsageError, match=f"--steps 2: run .* is after step {STEPS} already"):
+        _train(straight, 2, resume=True)
+    assert (straight / "config.yaml").read_text() == before
 
 
 def test_resuming_a_damaged_run_takes_the_checkpoint_before(straight: Path, tmp_path: Path) -> None:
@@ -87,3 +97,25 @@ def test_resuming_a_damaged_run_takes_the_checkpoint_before(straight: Path, tmp_
     assert other.exists() and not later.exists()  # it may have been of other weights
     name = Path("checkpoints") / last.name
     assert_bitwise(straight / name, out / name)
+
+
+@pytest.mark.parametrize("inside", ["checkpoints/step-000002/state.json", "notes.txt", ".git/HEAD"])
+def test_only_what_precedes_a_first_checkpoint_is_removed(tmp_path: Path, inside: str) -> None:
+    said = Messages()
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    kept = run.path / inside
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("")
+    remove_unstarted(run.path, said.message)
+    assert kept.is_file() and (run.path / "config.yaml").is_file()
+    kept.unlink()
+    if kept.parent != run.path:
+        kept.parent.rmdir()
+    with run.lock:
+        run.lock.take(said.message)
+        with pytest.raises(UsageError, match="is in use by process"):
+            remove_unstarted(run.path, said.message)
+    (run.path / "checkpoints" / ".step-000000.77").mkdir(parents=True)  # half written
+    remove_unstarted(run.path, said.message)
+    remove_unstarted(run.path, said.message)  # nothing there
+    assert not run.path.exists() and not said.texts

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Messages, assert_bitwise, records, wait_for_step
+from runs import Messages, assert_bitwise, records
 
+from tests.forked import Forked
 from tpf import checkpoint
 from tpf.cli.display import Silent
 from tpf.config import Config, load
@@ -79,37 +80,27 @@ def test_loader_workers_do_not_change_the_run(finished: Path, tmp_path: Path) ->
     assert_bitwise(finished, tmp_path / "run")
 
 
-def _start(out: Path, steps: int, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tpf.cli", "train", "--config", "tiny", "--steps", str(steps)]
-    words += ["--out", str(out), *(["--resume"] if resume else SMALL)]
-    words += overrides
-    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"}
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+def _start(out: Path, steps: int, *overrides: str, resume: bool = False) -> Forked:
+    words = ["train", "--config", "tiny", "--steps", str(steps), "--out", str(out)]
+    return Forked([*words, *(["--resume"] if resume else SMALL), *overrides])
 
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _start(out, 400)
-    wait_for_step(out, 7, process)
+    process.wait_for_lines(out / "train.jsonl", 7)
     time.sleep(random.SystemRandom().uniform(0, 0.5))  # any moment of a step or a checkpoint
     process.kill()
-    process.communicate()
+    process.end()
     reached = checkpoint.load(checkpoint.resolve(out)).step
     logged = len(records(out))
     assert 6 <= reached <= logged and logged - reached <= 2
     end = reached + 3
-    done = _start(out, end, resume=True)
-    _, errors = done.communicate(timeout=200)
-    assert done.returncode == 0, errors
-    run(small(f"train.steps={end}"), tmp_path / "straight")
-    assert_bitwise(tmp_path / "straight", out)
+    code, _, errors = _start(out, end, resume=True).end(200)
+    assert code == 0, errors
+    straight = tmp_path / "straight"
+    train(small(f"train.steps={end}"), Options(straight, validate=False), Silent())
+    assert_bitwise(straight, out)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +110,10 @@ def test_signals_save_and_exit_130(tmp_path: Path, number: signal.Signals, worke
     """The signal goes to the whole process group, as a terminal and a scheduler send it."""
     out = tmp_path / "run"
     process = _start(out, 400, f"data.workers={workers}")
-    wait_for_step(out, 3, process)
-    os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    process.wait_for_lines(out / "train.jsonl", 3)
+    process.interrupt(number)
+    code, _, errors = process.end()
+    assert code == 130, errors
     assert re.search(r"interrupted after step \d+; go on with: tpf train --resume", errors)
     logged = len(records(out))
     assert checkpoint.load(checkpoint.resolve(out)).step == logged

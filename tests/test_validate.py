@@ -120,7 +120,10 @@ def test_results(finished: Path) -> None:
         assert all(len(s.samples) == 2 for s in target.seeds)
     reasons = {s.id: s.reason for s in result.skipped}
     assert reasons.keys() == {"4ddd", "cut"}
-    assert reasons["4ddd"] == "size: 60 tokens, more than 50"
+    assert reasons["4ddd"] == (
+        "size: 60 tokens, more than 50; --max-tokens 60 admits all, in training "
+        "validate.max_tokens=60"
+    )
     assert reasons["cut"].startswith("parse: ")
     assert len(list((finished / "predicted").iterdir())) == 3 * 2 * 2
 

@@ -89,7 +89,7 @@ class ModelConfig:
     checkpoint: bool = True
     """Recompute block activations in the backward pass."""
     impl: str = "auto"
-    """Backend of the triangle operators: auto, cuda, torch, or an installed third-party one."""
+    """Backend of the triangle operators: auto, cuda, flex or torch."""
 
     def __post_init__(self) -> None:
         positive = "c_s c_z c_m c_t c_atom c_atom_pair c_token c_token_diffusion pairformer_blocks"

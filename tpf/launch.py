@@ -234,7 +234,7 @@ def _telling_of_restarts(restarts: int) -> Iterator[None]:
                 how = f"was killed by {name}" if name else f"ended with code {error.exit_code}"
             print(
                 f"tpf: rank {index} of this machine {how}; all ranks start again from the last "
-                f"checkpoint (restart {self.told} of {restarts})",
+                f"checkpoint, or from step 0 without one (restart {self.told} of {restarts})",
                 file=sys.stderr,
                 flush=True,
             )

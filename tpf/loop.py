@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -178,7 +180,7 @@ class Loop:
                     reasons = sorted({skipped.reason for skipped in found.skipped})
                     self.display.message(
                         f"nothing was validated: {len(found.skipped)} entries skipped, "
-                        f"{'; '.join(reasons[:3])} (see validate.max_tokens)"
+                        f"{'; '.join(reasons[:3])}"
                     )
         if world.any(self.stop()):
             self._interrupt()
@@ -192,7 +194,9 @@ def _fetch(stream: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None
         return [], error
 
 
-def _max_memory(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+def _max_memory(device: torch.device) -> float:
+    """Return the most memory in GiB that this process had on the GPU, or, without one, at all."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

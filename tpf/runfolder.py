@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from tpf.errors import TpfError, UsageError
 from tpf.lock import Lock
 from tpf.saver import Saver
 
+_FIRST = re.compile(r"\.?(config\.yaml|environment\.json|checkpoints|lock)(\.[\w-]+)?")
+"""Names in a run folder before the first checkpoint, with those of files half written."""
 _PACKAGES = ("torch", "numpy", "gemmi", "biopython", "rdkit", "biotite", "omegaconf", "triton")
 
 
@@ -64,6 +68,20 @@ def refuse_existing(path: Path) -> None:
             f"--out {path} exists; a run is never overwritten: choose another folder, "
             f"or go on with --resume {path}"
         )
+
+
+def remove_unstarted(path: Path, say: Callable[[str], None]) -> None:
+    """Remove the folder of a run that died before its first checkpoint; leave any other alone.
+
+    Raises ``UsageError`` naming the owner if the run lives; ``say`` tells of waiting to know that.
+    """
+    if not path.is_dir() or not all(_FIRST.fullmatch(inside.name) for inside in path.iterdir()):
+        return
+    if any(not inside.name.startswith(".") for inside in (path / "checkpoints").glob("*")):
+        return
+    with Lock(path) as lock:
+        lock.take(say)
+        shutil.rmtree(path)
 
 
 def _no_place(path: Path, error: OSError) -> UsageError:

@@ -31,8 +31,7 @@ class Targets:
         ]
         wanted = None if only is None else set(only)
         first = self._seeds[0]
-        unused = [*first.skipped, *entries.skipped]
-        known = {r.id.lower() for r in first.records} | {s.id.lower() for s in unused}
+        known = {r.id.lower() for r in entries.records} | {s.id.lower() for s in entries.skipped}
         if wanted is not None and (absent := sorted(wanted - known)):
             raise UsageError(
                 f"--targets: {len(absent)} ids are not among the entries of --data, "
@@ -53,10 +52,20 @@ class Targets:
         if limit is not None and len(self.chosen) > limit:
             places = np.linspace(0, len(self.chosen) - 1, limit).round().astype(int)
             self.chosen = [self.chosen[place] for place in places]
-        self.skipped = twice + [
+        unused = [
             Skipped(s.id, f"{s.stage}: {s.reason}")
-            for s in unused
+            for s in entries.skipped
             if wanted is None or s.id.lower() in wanted
+        ]
+        self.skipped = [*twice, *self._too_large(wanted), *unused]
+
+    def _too_large(self, wanted: set[str] | None) -> list[Skipped]:
+        """Return the entries above the limit of tokens, each with the limit that admits all."""
+        large = [r for r in self._seeds[0].too_large if wanted is None or r.id.lower() in wanted]
+        most, limit = max((r.n_tokens for r in large), default=0), self.config.validate.max_tokens
+        way_out = f"--max-tokens {most} admits all, in training validate.max_tokens={most}"
+        return [
+            Skipped(r.id, f"size: {r.n_tokens} tokens, more than {limit}; {way_out}") for r in large
         ]
 
     def ids(self) -> list[str]:

@@ -24,7 +24,7 @@ from tpf.loop import Display, Loop
 from tpf.metrics import schema
 from tpf.precision import policy
 from tpf.report.train import read_validations, write_train_report
-from tpf.runfolder import RunFolder, refuse_existing
+from tpf.runfolder import RunFolder, refuse_existing, remove_unstarted
 from tpf.signals import Stop
 from tpf.trainer import Trainer
 from tpf.watchdog import Watchdog
@@ -53,10 +53,10 @@ def train(config: Config, options: Options, display: Display) -> dict[str, Any]:
 
     Raises ``UsageError`` for wrong input, ``NonFinite`` for a step that is not finite, and
     ``Interrupted`` after a signal, with the state saved. Ranks started again by a launcher go on
-    from the last checkpoint.
+    from the last checkpoint, or begin as before if there is none yet.
     """
     world = dist.prepare(config.train)
-    options = _agreed(options, world)
+    options = _agreed(options, world, display)
     with world.together():
         trainer, dataset, targets, start = _prepare(config, options, world)
     run = RunFolder(options.out)
@@ -126,15 +126,20 @@ def _report(run: RunFolder, display: Display) -> None:
         display.message(f"no report: {told(error)}; training and checkpoints are not affected")
 
 
-def _agreed(options: Options, world: dist.World) -> Options:
+def _agreed(options: Options, world: dist.World, display: Display) -> Options:
     """Return the options with the main rank's folder, resuming it if ranks have been started anew.
 
-    Only the nodes of which a rank died count their restarts.
+    Only the nodes of which a rank died count their restarts. What ranks left that died before the
+    first checkpoint is removed, so that the run begins again at step 0.
     """
     shared = world.share((options.out, dist.restarts() > 0))
     out, anew = shared[0][0], any(again for _, again in shared)
-    begun = world.any(world.is_main and anew and (out / "config.yaml").is_file())
-    return dataclasses.replace(options, out=out, resume=options.resume or begun)
+    begun = False
+    with world.together():
+        if world.is_main and anew and not options.resume:
+            remove_unstarted(out, display.message)
+            begun = (out / "config.yaml").is_file()
+    return dataclasses.replace(options, out=out, resume=options.resume or world.any(begun))
 
 
 def _prepare(
@@ -194,6 +199,11 @@ def _resume(trainer: Trainer, run: RunFolder, display: Display) -> None:
     newest = world.share(None if saved is None else saved.path)[0]
     with world.together():
         saved = saved or checkpoint.load(newest)
+        if saved.step > trainer.config.train.steps:
+            raise UsageError(
+                f"--steps {trainer.config.train.steps}: run {run.path} is after step {saved.step} "
+                "already; give as many or more"
+            )
         trainer.restore(saved)
         if world.is_main:
             _go_on(trainer, run, saved, display)

@@ -210,14 +210,14 @@ def test_an_error_in_the_code_names_the_entry(
 def test_validation_set(config: DataConfig) -> None:
     entries = Entries(config)
     whole = ValidationDataset(entries, config)
-    assert len(whole) == 3 and whole.skipped == []
+    assert len(whole) == 3 and whole.too_large == []
     features = whole[1]
     assert features["id"] == "2bbb"
     assert len(features["token_mask"]) == len(whole.tokens(1)) == entries.records[1].n_tokens
     assert same(features, whole[1])
     small = ValidationDataset(entries, config, max_tokens=38)
     assert [r.id for r in small.records] == ["2bbb", "3ccc"]
-    assert [(s.id, s.reason) for s in small.skipped] == [("1aaa", "41 tokens, more than 38")]
+    assert [(r.id, r.n_tokens) for r in small.too_large] == [("1aaa", 41)]
 
 
 def test_cache_drops_the_least_recently_used(folder: Path, config: DataConfig) -> None:

@@ -160,7 +160,8 @@ def test_bonds_between_neighbouring_modified_residues_are_left_out() -> None:
 
 
 def test_equal_generators_give_equal_features(mixed: Tokens) -> None:
-    a, b = (features_of(mixed, range(10), seed=3) for _ in range(2))
+    a, b, other = (features_of(mixed, range(10), seed=seed) for seed in (3, 3, 4))
+    assert a.keys() == b.keys() and not np.array_equal(a["ref_pos"], other["ref_pos"])
     for name, value in a.items():
         if isinstance(value, np.ndarray):
             np.testing.assert_array_equal(value, b[name], err_msg=name)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ import torch
 from tpf.kernels import jit, launch, tma, tri_attn
 
 EMULATOR = Path(__file__).parent / "emulator"
+COMPILE = ("g++", "-std=c++20", "-O1", "-fPIC", "-w")
+KEPT = 8
+"""States of the sources whose libraries stay on the disk."""
 SEED = int(os.environ.get("TPF_EMULATOR_SEED", "0"))
 """Above 0, warps stand still at random, each seed in its own way."""
 PROCESSORS = 3
@@ -31,29 +35,57 @@ PROCESSORS = 3
 
 
 @functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tpf-emulator-"))
+def _tree() -> Path:
+    """Return the folder of the sources as g++ takes them, with ``ptx.cuh`` precompiled.
+
+    It is named after all that goes into a library, so all processes and later runs share it.
+    """
+    texts = {}
+    for source in sorted((*jit.source_folder().glob("*.cu*"), *EMULATOR.iterdir())):
+        if source.name != "ptx.cuh" or source.parent == EMULATOR:
+            text = source.read_text().replace("extern __shared__", "extern")
+            texts[source.name] = text.replace("__shared__", "static")
+    version = subprocess.run(["g++", "-v"], check=True, capture_output=True, text=True).stderr
+    key = hashlib.sha256(repr((texts, version, COMPILE)).encode()).hexdigest()[:24]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpf" / "emulator"
+    tree = cache / key
+    if tree.is_dir():
+        os.utime(tree)
+        return tree
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache))
+    for name, text in texts.items():
+        (scratch / name).write_text(text)
+    header = [*COMPILE, "-x", "c++-header", "ptx.cuh", "-o", "ptx.cuh.gch"]
+    subprocess.run(header, check=True, capture_output=True, text=True, cwd=scratch)
+    try:
+        scratch.rename(tree)
+    except OSError:  # another process was first
+        shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError):  # another process tidies up
+        for old in sorted(cache.iterdir(), key=os.path.getmtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    return tree
 
 
 @functools.cache
 def _library(name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """Compile one variant of a kernel for the CPU."""
-    folder = _folder() / f"{name}-{abs(hash(defines)):x}"
-    folder.mkdir()
-    for source in (*jit.source_folder().glob("*.cu*"), *EMULATOR.iterdir()):
-        if source.name == "ptx.cuh" and source.parent != EMULATOR:
-            continue
-        text = source.read_text().replace("extern __shared__", "extern")
-        (folder / source.name).write_text(text.replace("__shared__", "static"))
-    command = [
-        "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-o", str(folder / "kernel.so"),
-        str(folder / "run.cpp"), f"-DKERNEL={name}", f'-DKERNEL_SOURCE="{name}.cu"',
-        *(f"-D{key}={value}" for key, value in defines),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    library.emulate.restype = ctypes.c_char_p
-    return library
+    """Compile one variant of a kernel for the CPU, or take it from the disk."""
+    tree = _tree()
+    library = tree / f"{name}-{hashlib.sha256(repr(defines).encode()).hexdigest()[:16]}.so"
+    if not library.is_file():
+        handle, scratch = tempfile.mkstemp(dir=tree)
+        os.close(handle)
+        command = [
+            *COMPILE, "-shared", "-o", scratch, "-include", "ptx.cuh", "run.cpp",
+            f"-DKERNEL={name}", f'-DKERNEL_SOURCE="{name}.cu"',
+            *(f"-D{key}={value}" for key, value in defines),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=tree)
+        os.replace(scratch, library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulate.restype = ctypes.c_char_p
+    return loaded
 
 
 class EmulatedKernel:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from emulate import emulated  # noqa: E402
-
-from tpf.kernels import library, reference, tri_attn  # noqa: E402
+from tests.kernels.emulate import emulated
+from tpf.kernels import library, reference, tri_attn
 
 
 def inputs(

@@ -112,8 +112,6 @@ def test_gradients_match_fp64(
         (plans.Q_BIAS, 32, plans.Tuning(2, True, True)),
         (plans.Q_BIAS, 64, plans.Tuning(2, False)),
         (plans.KV, 32, plans.Tuning(2, False)),
-        (plans.Q_BIAS, 16, plans.Tuning(4, False, True, True)),
-        (plans.Q_BIAS, 32, plans.Tuning(4, False, False, True)),
     ],
 )
 def test_other_tunings_match_fp64(

@@ -21,7 +21,7 @@ from emulate import emulated  # noqa: E402
 
 from tpf.kernels import jit, library, reference, tri_attn, tri_mul, tri_mul_bwd  # noqa: E402
 from tpf.kernels.ops import Direction, TriMulWeights, triangle_multiplication  # noqa: E402
-from tpf.kernels.tri_mul_layout import Sizes  # noqa: E402
+from tpf.kernels.tri_mul_layout import Saved, Shape, Sizes  # noqa: E402
 
 NAMES = ("update", "dz", *TriMulWeights._fields)
 LIMIT, WEIGHT_LIMIT = 1e-2, 2e-2
@@ -195,6 +195,23 @@ def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
 
+def test_three_units_in_boxes_of_32_do_not_depend_on_the_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 96 channels the output tiles of a consumer change their turn with every item."""
+    z, w = torch.randn(1, 14, 14, 96).bfloat16(), weights(96, 96)
+    monkeypatch.setattr(emulate, "PROCESSORS", 1)
+    found = []
+    for seed in (0, 1, 2):
+        monkeypatch.setattr(emulate, "SEED", seed)
+        with emulated():
+            found.append(tri_mul.tri_mul_fwd(z, None, w, "outgoing"))
+    views = Saved(Shape(1, 14, Sizes(96, 96))).views
+    first, *others = ([out, *(view.of(saved) for view in views)] for out, saved in found)
+    for other in others:
+        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
 def test_backward_repeats_bitwise_on_a_retained_graph() -> None:
     z, w = torch.randn(1, 9, 9, 16).bfloat16().requires_grad_(), weights(16, 16)
     with emulated():
@@ -269,6 +286,13 @@ def test_compiles_without_spills(variant: tri_mul.Variant) -> None:
     assert variant.shared <= tri_attn.MAX_SHARED
 
 
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.usefixtures("cache")
+def test_means_over_96_channels_call_no_division() -> None:
+    variant = tri_mul.forward_variants(Sizes(96, 96))[tri_mul.IN]
+    assert b"_div_" not in jit.build(variant.name, variant.defines).cubin
+
+
 # --------------------------------------------------------------------------------- on a GPU
 
 
@@ -293,7 +317,7 @@ def test_case_on_gpu(case: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("channels", [64, 96, 128])
 def test_many_calls_agree_bitwise(channels: int) -> None:
     """A stage released too early shows in one row of many thousands."""
     case = check.Case(640, channels, channels)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.command import Run, in_empty_folder
+from tests.forked import Forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "data" / "examples"
 SMALL = [
@@ -34,7 +31,7 @@ def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--impls", "magic"], 2, "--impls magic: no such backend; choose from auto"),
         (["--impls", ""], 2, "--impls names no backend"),
         (["--crops", "many"], 2, "--crops many: give numbers"),
-        (["--crops", "0"], 2, "--crops 0: give numbers from 1"),
+        (["--crops", "0"], 2, "--crops 0: must be at least 1"),
         (["--steps", "0"], 2, "--steps 0: give 1 or more"),
         (["--warmup-steps", "0"], 2, "--warmup-steps 0: give 1 or more"),
         (["--warmup-impl", "trifast"], 2, "--warmup-impl trifast: choose one of tpf train --impl"),
@@ -46,7 +43,8 @@ def tpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["train.clipp=3"], 2, "Did you mean: 'clip'"),
         (["--lr", "-1"], 2, "lr is -1"),
         (["train.steps=5"], 2, "train.steps=5: a study sets it for every arm; use --warmup-steps"),
-        (["--resume", "nothing"], 2, "--resume nothing: not the folder of a study"),
+        (["--resume", "nothing"], 2, "--resume nothing: not a study folder"),
+        (["--resume", "nothing", "--out", "other"], 2, "leave out --out other"),
         (["--resume"], 2, "--resume: no study in runs/"),
         (["--resume", "nothing", "--lr", "1"], 2, "train.lr=1.0 is fixed by the study"),
         (["--resume", "nothing", "--warmup-steps", "5"], 2, "--warmup-steps is fixed"),
@@ -78,25 +76,8 @@ def test_bad_data_is_told_and_leaves_nothing(tpf: Run, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tpf.cli", "stability", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,
-    )
-
-
-def _wait_for(log: Path, lines: int, process: subprocess.Popen[str]) -> None:
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and process.poll() is None:
-        if log.is_file() and len(log.read_text().splitlines()) >= lines:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"{log} never had {lines} lines: {process.communicate()[1]}")
+def _start(folder: Path, *words: str) -> Forked:
+    return Forked(["stability", *words], cwd=folder, env={"CUDA_VISIBLE_DEVICES": ""})
 
 
 def _losses(study: Path, arm: str) -> list[float | None]:
@@ -111,10 +92,10 @@ def test_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         tmp_path, "--out", "study", "--impls", "torch", "--steps", "300", "--warmup-impl", "auto",
         *SMALL,
     )  # fmt: skip
-    _wait_for(study / "arms" / "crop-16" / "torch" / "run" / "train.jsonl", 4, process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    process.wait_for_lines(study / "arms" / "crop-16" / "torch" / "run" / "train.jsonl", 4)
+    process.interrupt()
+    code, _, errors = process.end()
+    assert code == 130, errors
     assert errors.endswith("tpf: interrupted; go on with: tpf stability --resume study\n")
     before = _losses(study, "torch")
     stored = json.loads((study / "study.json").read_text())
@@ -129,8 +110,8 @@ def test_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         tmp_path, "--resume", "study", "--steps", str(updates), "--impls", "torch,cuda", "--faults",
         "nan:3", "--json",
     )  # fmt: skip
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    code, output, errors = process.end()
+    assert code == 0, errors
     assert "warm-up" not in errors
     assert _losses(study, "torch")[: len(before)] == before
     result = json.loads(output)
@@ -152,9 +133,9 @@ def test_killed_study_ends_its_arm_with_the_state_saved(tmp_path: Path) -> None:
     words = [*SMALL]
     words[words.index("--warmup-steps") + 1] = "400"
     process = _start(tmp_path, "--out", "study", "--impls", "torch", *words)
-    _wait_for(log, 3, process)
+    process.wait_for_lines(log, 3)
     process.kill()
-    process.communicate()
+    process.end()
     limit, done = time.monotonic() + 30, 0
     while time.monotonic() < limit and done == 0:
         steps = [p.name for p in (log.parent / "checkpoints").glob("step-*")]
@@ -167,8 +148,8 @@ def test_killed_study_ends_its_arm_with_the_state_saved(tmp_path: Path) -> None:
 @pytest.mark.timeout(1500)
 def test_tiny_study_finds_its_faults(tmp_path: Path) -> None:
     process = _start(tmp_path, "--tiny", "--json", "--out", "study")
-    output, errors = process.communicate(timeout=1200)
-    assert process.returncode == 0, errors
+    code, output, errors = process.end(1200)
+    assert code == 0, errors
     verdicts = {(row["crop"], row["impl"]): row["verdict"] for row in json.loads(output)["rows"]}
     expected = {"torch": "stable", "eager": "stable", "noise:1e4": "diverged", "nan:10": "nan"}
     assert verdicts == {(n, impl): v for n in (32, 48, 64) for impl, v in expected.items()}

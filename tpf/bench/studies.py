@@ -150,6 +150,8 @@ def check_device(study: Study, device: torch.device) -> None:
 
 def check_impls(study: Study, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that is no backend or not one of this study."""
+    if not names:
+        raise UsageError(f"--impls names no backend; choose from {', '.join(study.only)}")
     for name in names:
         if name not in EVERY:
             raise UsageError(

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpf.cli.folders import new_folder
+from tpf.cli.options import Preset, line_without_machines, listed, numbers
+from tpf.cli.screen import console, say, table
 from tpf.errors import Interrupted, TpfError, UsageError
 
 if TYPE_CHECKING:
     from tpf.bench.cases import Settings
     from tpf.bench.record import Record
     from tpf.bench.studies import Study
-
-WIDTH = 140
-"""Columns of the tables when standard output is no terminal."""
 
 
 def bench(
@@ -42,8 +41,8 @@ def bench(
     dim: Annotated[
         str | None, typer.Option(help="Head widths, as 16,32; channels of trimul, as 64,128.")
     ] = None,
-    table: Annotated[
-        int | None, typer.Option(help="Table of the paper: 2, 4, 6, 8, 9, 10, 12, 13.")
+    number: Annotated[
+        int | None, typer.Option("--table", help="Table of the paper: 2, 4, 6, 8, 9, 10, 12, 13.")
     ] = None,
     figure: Annotated[int | None, typer.Option(help="Figure of the paper: 3, 4, 9, 10.")] = None,
     seeds: Annotated[
@@ -60,10 +59,7 @@ def bench(
     layout: Annotated[
         str, typer.Option(help="Memory order of q, k, v: projection [O, N, H, D] or heads.")
     ] = "projection",
-    config: Annotated[
-        str | None,
-        typer.Option(help="Preset or YAML file of step [default: compact; tiny on the CPU]"),
-    ] = None,
+    config: Preset = None,
     errors: Annotated[
         bool, typer.Option("--errors", help="trimul, block: also compare with FP64 or FP32.")
     ] = False,
@@ -86,7 +82,7 @@ def bench(
     """Compare backends side by side: speed, accuracy, determinism, memory of the kernels."""
     from tpf.bench import studies
 
-    study = studies.choose(operation, table, figure)
+    study = studies.choose(operation, number, figure)
     settings = _settings(study, impls, crop, dim, device, layout)
     settings = dataclasses.replace(
         settings, seeds=seeds or settings.seeds, reps=reps or study.reps, capture=capture,
@@ -94,7 +90,7 @@ def bench(
         profile=profile,
     )  # fmt: skip
     command = shlex.join(["tpf", *sys.argv[1:]])
-    request = Request((operation, table, figure), settings, command, out, as_json, limit)
+    request = Request((operation, number, figure), settings, command, out, as_json, limit)
     _start(study, request, gpus)
 
 
@@ -122,7 +118,8 @@ def _start(study: Study, request: Request, gpus: int | None) -> None:
 
     from tpf.launch import launch, plan
 
-    chosen = plan(gpus, 1, None, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = plan(gpus, 1, None, available, line_without_machines("bench"))
     if chosen.kind == "launch":
         launch(chosen, run_study, request)
     else:
@@ -142,7 +139,7 @@ def run_study(request: Request) -> None:
     study, settings = studies.choose(*request.study), request.settings
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main:
-        settings = dataclasses.replace(settings, say=_progress)
+        settings = dataclasses.replace(settings, say=say)
     shown = {"study": study.name, "seeds": settings.seeds, "reps": settings.reps}
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     record = Record(request.command, shown, request.limit if alone else 0.0)
@@ -183,55 +180,26 @@ def _settings(
     order: Layout = "projection" if layout == "projection" else "heads"
     if order != layout:
         raise UsageError(f"--layout {layout}: choose projection or heads")
-    names = tuple(impls.split(",")) if impls else study.impls
+    given = listed(impls)
+    names = study.impls if given is None else given
     studies.check_impls(study, names)
     if dim and not study.widest:
         raise UsageError(f"--dim {dim}: bench {study.name} has fixed widths; leave it out")
-    crops, dims = _numbers("--crop", crop), _numbers("--dim", dim, study.widest)
+    crops, dims = numbers("--crop", crop), numbers("--dim", dim, study.widest)
     chosen = torch.device(device)
     studies.check_device(study, chosen)
-    shapes = studies.default_shapes(study, chosen, crops, dims)
+    shapes = studies.default_shapes(study, chosen, crops or (), dims or ())
     seeds = min(studies.TINY_SEEDS, study.seeds) if device == "cpu" else study.seeds
     return Settings(names, shapes, chosen, seeds, layout=order)
-
-
-def _numbers(flag: str, text: str | None, most: int | None = None) -> tuple[int, ...]:
-    """Return the integers of a comma-separated list."""
-    try:
-        numbers = tuple(int(word) for word in text.split(",")) if text else ()
-    except ValueError:
-        raise UsageError(f"{flag} {text}: give numbers separated by commas") from None
-    for number in numbers:
-        if number < 1 or (most is not None and number > most):
-            raise UsageError(f"{flag} {number}: must be {f'1 to {most}' if most else 'at least 1'}")
-    return numbers
-
-
-def _progress(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _show(record: Record, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(record.document()))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    from tpf.report.html import text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    screen = console()
     for found in record.tables:
-        shown = Table(title=found.title, caption=found.note or None)
-        for k, name in enumerate(found.header):
-            shown.add_column(
-                name, justify="left" if k < found.text_columns else "right", no_wrap=True
-            )
-        for row in found.rows:
-            shown.add_row(*map(text, row))
-        console.print(shown)
+        screen.print(table(found.title, found.header, found.rows, found.text_columns, found.note))
     for note in record.notes:
-        console.print(note, markup=False)
-    console.print(f"written to {record.folder} (open report.html there)")
+        screen.print(note)
+    screen.print(f"written to {record.folder} (open report.html there)")

@@ -68,7 +68,7 @@ def check(
 
 def _must_exist(path: Path) -> None:
     if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
+        raise UsageError(f"{path}: no such file or folder; give structures as mmCIF or BinaryCIF")
 
 
 def _line(row: CheckRow) -> str:
@@ -89,7 +89,7 @@ def _line(row: CheckRow) -> str:
 def show(
     file: Annotated[Path, typer.Argument(help="A structure file.")],
     crop: Annotated[int | None, typer.Option(help="Also draw a crop of this many tokens.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the crop.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the crop.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Show chains, entities, tokens, atomised residues, bonds, and a crop of one entry."""

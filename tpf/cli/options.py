@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from tpf.errors import UsageError
+
 NEWEST = "newest"
 """Value of a ``--resume`` without a folder: ``--out`` if given, else the newest one in ``runs``."""
 
@@ -22,6 +24,13 @@ Preset = Annotated[
     str | None,
     typer.Option(
         "--config", help="tiny, compact, full or a YAML file [default: tiny; compact on a GPU]"
+    ),
+]
+TrainingData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Folder of mmCIF files, a list file or a prepared cache [default: built-in examples]",
     ),
 ]
 Checkpoint = Annotated[Path, typer.Argument(help="A run, a checkpoint, or a weight file.")]
@@ -39,6 +48,28 @@ def dotted(options: Mapping[str, object], words: Iterable[str] | None) -> list[s
     """Return options given, named by configuration key, and KEY=VALUE words, which win."""
     given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     return [*given, *(words or ())]
+
+
+def listed(text: str | None) -> tuple[str, ...] | None:
+    """Return the words of a comma-separated list, each once; None if it was not given."""
+    return None if text is None else tuple(dict.fromkeys(filter(None, text.split(","))))
+
+
+def numbers(flag: str, text: str | None, most: int | None = None) -> tuple[int, ...] | None:
+    """Return the integers from 1 to ``most`` of a comma-separated list; None if it was not given.
+
+    Raises ``UsageError`` naming the flag and the word that is none.
+    """
+    if text is None:
+        return None
+    try:
+        found = tuple(dict.fromkeys(int(word) for word in text.split(",")))
+    except ValueError:
+        raise UsageError(f"{flag} {text}: give numbers separated by commas") from None
+    for number in found:
+        if number < 1 or (most is not None and number > most):
+            raise UsageError(f"{flag} {number}: must be {f'1 to {most}' if most else 'at least 1'}")
+    return found
 
 
 def paths_and_overrides(words: Iterable[str | Path]) -> tuple[list[Path], list[str]]:

@@ -17,7 +17,7 @@ from tpf.cli.options import (
     dotted,
     paths_and_overrides,
 )
-from tpf.cli.screen import console
+from tpf.cli.screen import console, say, table
 from tpf.errors import UsageError
 
 Inputs = Annotated[
@@ -76,11 +76,11 @@ def predict(
 
 
 def _progress(name: str, done: int, total: int) -> None:
-    typer.echo(f"complex {done + 1} of {total}: {name}", err=True)
+    say(f"complex {done + 1} of {total}: {name}")
 
 
 def _say(sentence: str) -> None:
-    typer.echo(f"tpf: {sentence}", err=True)
+    say(f"tpf: {sentence}")
 
 
 COLUMNS = {
@@ -94,16 +94,13 @@ COLUMNS = {
 
 
 def _print(documents: list[dict[str, Any]], out: Path) -> None:
-    from rich.table import Table
-
-    table = Table(title="best sample of each complex")
-    for name in ("complex", "file", *COLUMNS):
-        table.add_column(name, justify="right" if name in COLUMNS else "left")
+    rows = []
     for document in documents:
         best = document["samples"][0]
         absent = "ranking_score_si" if len(document["chains"]) > 1 else "iptm"
         values = ("–" if key == absent else f"{best[key]:.3f}" for key in COLUMNS.values())
-        table.add_row(document["id"], f"{document['folder']}/{best['file']}", *values)
+        rows.append((document["id"], f"{document['folder']}/{best['file']}", *values))
     screen = console()
-    screen.print(table)
+    header = ("complex", "file", *COLUMNS)
+    screen.print(table("best sample of each complex", header, rows, text_columns=2))
     screen.print(f"written to {out} (open report.html there)")

@@ -148,6 +148,7 @@ def cluster(
     path: Annotated[Path, typer.Argument(help="Prepared cache, folder or list file.")],
     out: Annotated[Path, typer.Option(help="File to write, for data.clusters.")],
     threads: Annotated[int, typer.Option(help="Threads of MMseqs2.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Cluster the protein chains by sequence (40 % identity) with MMseqs2, for sampling weights."""
     from tpf.config import DataConfig
@@ -163,4 +164,7 @@ def cluster(
     found = module.cluster(chains, threads=threads)
     module.write_clusters(out, found)
     clusters = len(set(found.values()))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "chains": len(found), "clusters": clusters}))
+        return
     typer.echo(f"{len(found)} chains in {clusters} cluster{'' if clusters == 1 else 's'}: {out}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tpf.cli.screen import console
+from tpf.cli.screen import console, table
 
 
 def score(
@@ -23,14 +23,8 @@ def score(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    from rich.table import Table
-
-    table = Table(title=f"{predicted.name} against {reference.name}")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    for name, value in result["metrics"].items():
-        table.add_row(name, f"{value:.4f}")
     screen = console()
-    screen.print(table)
+    title = f"{predicted.name} against {reference.name}"
+    screen.print(table(title, ("metric", "value"), result["metrics"].items()))
     for note in result["notes"]:
         screen.print(note)

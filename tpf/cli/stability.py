@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpf.cli.folders import RUNS, new_folder
+from tpf.cli.folders import new_folder, resumed_folder
+from tpf.cli.options import Overrides, Preset, TrainingData, dotted, listed, numbers
+from tpf.cli.screen import console, say, table
 from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
     from tpf.stability.results import Results
     from tpf.stability.study import Settings, Study
 
-NEWEST = "newest"
-"""Value of a ``--resume`` without a folder: ``--out`` if given, else the newest study in runs."""
-WIDTH = 150
-"""Columns of the table when standard output is no terminal."""
 CROPS, WARMUP_CROP, WARMUP_STEPS, STEPS, LR, EMA = (384, 640, 768), 640, 1000, 400, 1.8e-3, 0.999
 """The study of the paper."""
 TINY_CROPS, TINY_WARMUP_CROP, TINY_STEPS = (32, 48, 64), 48, 20
@@ -36,20 +34,12 @@ TINY_FAULTS = ("noise:1e4", "nan:10")
 
 
 def stability(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Any configuration value, as train.clip=5."),
-    ] = None,
+    overrides: Overrides = None,
     init: Annotated[
         Path | None, typer.Option(help="Weights from which the warm-up starts [default: random]")
     ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="tiny, compact, full or a YAML file [default: tiny; compact on a GPU]"),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Structures to train on [default: built-in examples]")
-    ] = None,
+    config: Preset = None,
+    data: TrainingData = None,
     impls: Annotated[
         str | None,
         typer.Option(help="Backends, as torch,cuda,trifast,torch@fp32 [default: all of tpf bench]"),
@@ -95,9 +85,9 @@ def stability(
     if nan not in (None, "stop", "skip"):
         raise UsageError(f"--nan {nan}: choose stop or skip")
     changes: dict[str, Any] = {
-        "impls": _words(impls),
-        "faults": _words(faults),
-        "crops": _numbers(crops),
+        "impls": listed(impls),
+        "faults": listed(faults),
+        "crops": numbers("--crops", crops),
         "steps": steps,
         "nan": nan,
         "determinism": determinism or None,
@@ -110,18 +100,16 @@ def stability(
         "init": None if init is None else str(init),
     }
     fixed = {name: value for name, value in fixed.items() if value is not None}
-    recipe = {"data.path": data, "train.lr": lr}
-    given = [f"{key}={json.dumps(v)}" for key, v in recipe.items() if v is not None]
-    given += overrides or []
+    given = dotted({"data.path": data, "train.lr": lr}, overrides)
     if resume is not None:
         _refuse_fixed(
             [*fixed, *given, *(["config"] if config else []), *(["tiny"] if tiny else [])]
         )
-        study = Study.open(_resumed(resume, out), changes, _say)
+        study = Study.open(resumed_folder(resume, out, "study.json", "study"), changes, say)
     else:
         settings = _settings(tiny, changes | fixed)
         chosen = _configuration(config, given, settings)
-        study = Study.create(out or new_folder("stability"), settings, chosen, _say)
+        study = Study.create(out or new_folder("stability"), settings, chosen, say)
     _run(study, as_json)
 
 
@@ -189,51 +177,14 @@ def _refuse_fixed(names: list[str]) -> None:
         )
 
 
-def _resumed(resume: str, out: Path | None) -> Path:
-    if resume != NEWEST:
-        return Path(resume)
-    if out is not None:
-        return out
-    studies = sorted(RUNS.glob("*/study.json"), key=lambda path: path.stat().st_mtime)
-    if not studies:
-        raise UsageError(f"--resume: no study in {RUNS}/; name its folder")
-    return studies[-1].parent
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(dict.fromkeys(filter(None, text.split(","))))
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError:
-        raise UsageError(f"--crops {text}: give numbers separated by commas") from None
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
 def _show(study: Study, results: Results) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from tpf.report.html import text
     from tpf.stability.report import HEADER, RULES, verdict_table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    shown = Table(title="stability after the warm-up", caption=RULES)
-    for k, name in enumerate(HEADER):
-        shown.add_column(name, justify="left" if 0 < k < 3 else "right")
-    for line in verdict_table(results):
-        shown.add_row(*map(text, line))
-    console.print(shown)
+    screen = console()
+    screen.print(table("stability after the warm-up", HEADER, verdict_table(results), 3, RULES))
     for row in results.rows:
         title = f"crop {row['crop']}, {row['impl']}: {row['verdict']}"
-        console.print(f"{title}: {row['reason']}", markup=False)
+        screen.print(f"{title}: {row['reason']}")
     for note in results.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"written to {study.path} (open report.html there)", markup=False)
+        screen.print(f"note: {note}")
+    screen.print(f"written to {study.path} (open report.html there)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from tpf.cli.options import (
     Overrides,
     Preset,
     Rendezvous,
+    TrainingData,
     dotted,
     line_without_machines,
 )
@@ -24,12 +26,6 @@ if TYPE_CHECKING:
     from tpf.config import Config
     from tpf.launch import Plan
 
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder of mmCIF files, a list file or a prepared cache [default: built-in examples]"
-    ),
-]
 Restarts = Annotated[int, typer.Option(min=0, help="Start the ranks anew so often when one dies.")]
 Accumulate = Annotated[
     int | None, typer.Option(min=1, help="Samples per rank and step (instead of --batch-size).")
@@ -50,7 +46,7 @@ Profile = Annotated[
 def train(
     overrides: Overrides = None,
     config: Preset = None,
-    data: Data = None,
+    data: TrainingData = None,
     crop: Annotated[int | None, typer.Option(help="Tokens per training crop.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs over all nodes.")] = None,
     nodes: Nodes = 1,
@@ -77,7 +73,7 @@ def train(
 ) -> None:
     """Train a model on a folder of structures; validate before and after."""
     if replay is not None:
-        return _replay(replay)
+        return _replay(replay, as_json)
     _refuse_both({"--accumulate": accumulate, "--batch-size": batch_size}, "set the batch")
     _refuse_both({"--init": init, "--resume": resume}, "say where the weights come from")
     chosen, available = _plan(gpus, nodes, rdzv)
@@ -129,12 +125,15 @@ def _start(
     """Train in this process or start the ranks."""
     from tpf.cli.rank import run_rank
     from tpf.launch import launch
+    from tpf.runfolder import refuse_existing
     from tpf.tracker import ready, wanted
 
     if wanted(settings.train.wandb):
         ready(settings.train.wandb)  # before there is a run folder
     arguments = (settings, folder, resume, init, as_json)
     if chosen.kind == "launch":
+        if chosen.nodes == 1 and not resume:
+            refuse_existing(folder)  # ranks started anew would go on in it
         launch(chosen, run_rank, *arguments, restarts=restarts)
     else:
         run_rank(*arguments)
@@ -200,7 +199,8 @@ def _settings(config: str | None, given: list[str], run: Path | None, default: s
     return settings
 
 
-def _replay(path: Path) -> None:
+def _replay(path: Path, as_json: bool) -> None:
     from tpf.replay import replay
 
-    typer.echo(f"first not finite in {replay(path)}")
+    found = replay(path)
+    typer.echo(json.dumps({"first_not_finite": found}) if as_json else f"first not finite: {found}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,12 +22,10 @@ from tpf.cli.options import (
     line_without_machines,
     paths_and_overrides,
 )
-from tpf.cli.screen import console
+from tpf.cli.screen import console, say, table
 from tpf.errors import TpfError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tpf.metrics.schema import Validation
     from tpf.report.html import Cell
     from tpf.validate import Request
@@ -161,7 +158,7 @@ def _show(folder: Path, as_json: bool) -> None:
 
 def _progress(target: str, done: int, total: int) -> None:
     """Tell of the main rank's share."""
-    typer.echo(f"target {done + 1} of {total}: {target}", err=True)
+    say(f"target {done + 1} of {total}: {target}")
 
 
 @app.command("compare")
@@ -204,12 +201,13 @@ def _print(result: Validation, folder: Path) -> None:
         [name, value.mean, value.sd, value.n] for name, value in result.dataset.items()
     ]
     title = f"{len(result.targets)} targets of {result.checkpoint}"
-    screen.print(_table(title, ("metric", "mean", "sd over seeds", "targets"), rows))
+    if rows:
+        screen.print(table(title, ("metric", "mean", "sd over seeds", "targets"), rows))
     shown = [name for name in SHOWN if name in result.dataset]
     if groups := group_rows(result, shown):
-        screen.print(_table("groups", ("group", "targets", *shown), groups))
+        screen.print(table("groups", ("group", "targets", *shown), groups))
     if ligands := ligand_rows(result):
-        screen.print(_table("ligands after a fit of the pocket", LIGAND_COLUMNS, ligands))
+        screen.print(table("ligands after a fit of the pocket", LIGAND_COLUMNS, ligands))
     chains = sum(target.chains for target in result.targets)
     interfaces = sum(target.interfaces for target in result.targets)
     screen.print(f"scored {chains} chains and {interfaces} interfaces")
@@ -219,16 +217,3 @@ def _print(result: Validation, folder: Path) -> None:
     for item in result.skipped:
         screen.print(f"skipped {item.id}: {item.reason}")
     screen.print(f"written to {folder} (open report.html there)")
-
-
-def _table(title: str, header: Sequence[str], rows: list[list[Cell]]) -> Table:
-    from rich.table import Table
-
-    from tpf.report.html import text
-
-    table = Table(title=title)
-    for k, name in enumerate(header):
-        table.add_column(name, justify="right" if k else "left")
-    for row in rows:
-        table.add_row(*(text(cell) for cell in row))
-    return table

@@ -90,7 +90,9 @@ def files_of_no_row(table: Path, out: Path) -> list[str]:
 def _read(table: Path) -> list[dict[str, str]]:
     """Return the cells of each row with its number, an id, and paths made absolute."""
     if not table.is_file():
-        raise UsageError(f"{table}: no such table")
+        raise UsageError(
+            f"{table}: no such table; give a CSV file with the columns protein and ligand"
+        )
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)

@@ -29,7 +29,7 @@ from tpf.data.ccd import Dictionary
 from tpf.data.crop import crop
 from tpf.data.features import Features, featurize
 from tpf.data.interrupts import interrupts_held
-from tpf.data.records import Entries, Skipped, failure_of
+from tpf.data.records import Entries, failure_of
 from tpf.data.sampling import Unit, epoch_order, rank_positions
 from tpf.data.tables import Tokens
 from tpf.errors import DataError, TpfError, UsageError
@@ -142,16 +142,12 @@ class ValidationDataset(Dataset[Features]):
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Take the entries of at most ``max_tokens`` tokens; the others go to ``skipped``."""
+        """Take the entries of at most ``max_tokens`` tokens; the others go to ``too_large``."""
         self.config = config
         self.seed = seed
         limit = max_tokens or max(record.n_tokens for record in entries.records)
         self.records = [r for r in entries.records if r.n_tokens <= limit]
-        self.skipped = [
-            Skipped(r.id, "size", f"{r.n_tokens} tokens, more than {limit}")
-            for r in entries.records
-            if r.n_tokens > limit
-        ]
+        self.too_large = [r for r in entries.records if r.n_tokens > limit]
         self._dictionary = Dictionary(config.ccd)
         self._cache = entries.cache
 

@@ -11,7 +11,10 @@ from tpf.kernels.ops import IMPLS
 def check_impl(impl: str, device: torch.device) -> None:
     """Raise ``UsageError`` for an unknown name, ``HardwareError`` for one the device cannot run."""
     if impl not in IMPLS:
-        raise UsageError(f"--impl {impl}: no such backend; choose from {', '.join(IMPLS)}")
+        raise UsageError(
+            f"--impl {impl}: no such backend; choose from {', '.join(IMPLS)} (those of others run "
+            "in tpf stability and tpf bench)"
+        )
     if impl in ("auto", "torch"):
         return
     if device.type != "cuda":

@@ -45,20 +45,18 @@ class Tuning(NamedTuple):
     """How a main kernel runs.
 
     A warpgroup takes that many slices at a time; split keeps the low bits of dS; ahead computes the
-    scores of the next step early, for which a second score tile needs registers; handover lets one
-    warpgroup of the dQ kernel add the sums of both.
+    scores of the next step early, for which a second score tile needs registers.
     """
 
     slices: int
     split: bool
     ahead: bool = False
-    handover: bool = False
 
 
 TUNING = {
     (KV, 16): Tuning(4, False, True), (KV, 32): Tuning(2, False, True),
     (KV, 64): Tuning(1, False, True),
-    (Q_BIAS, 16): Tuning(4, False, True, True), (Q_BIAS, 32): Tuning(4, False, False, True),
+    (Q_BIAS, 16): Tuning(4, False, True), (Q_BIAS, 32): Tuning(4, False),
     (Q_BIAS, 64): Tuning(2, True),
 }  # fmt: skip
 """By kernel and padded head width. A kernel has 240 registers a thread to spend on these."""
@@ -167,7 +165,6 @@ def variants(problem: Problem, vector: bool = True) -> dict[str, dict[str, int]]
             "TPF_STAGES": shared_bytes(name, problem)[0],
         }
     found[Q_BIAS]["TPF_WIDE_BIAS"] = 1
-    found[Q_BIAS]["TPF_HANDOVER"] = int(tuning(Q_BIAS, problem).handover)
     return found
 
 

@@ -26,7 +26,7 @@ UNITS = {
     "step_ms": "ms per step",
     "tokens_per_s": "tokens per second",
     "mfu": "share of the peak of BF16 products (MFU)",
-    "max_mem_gb": "peak GPU memory, GB",
+    "max_mem_gb": "peak memory, GB",
     "skipped": "samples skipped so far",
 }
 PHASE = "_ms"
