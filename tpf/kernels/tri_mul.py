@@ -150,8 +150,13 @@ def _forward_variant(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x, or a copy of it that the copy engine can read."""
-    return x if tma.mappable(x) else x.clone(memory_format=torch.contiguous_format)
+    """Return x, or a dense copy if the copy engine cannot read it.
+
+    Channels that fill no whole tile are read from dense rows alone: with other strides the engine
+    returned single rows that were not those in memory (``kernels/README.md``, "Rows that change").
+    """
+    whole = x.shape[-1] % 64 == 0 or x.is_contiguous()
+    return x if whole and tma.mappable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def float_weights(weights: TriMulWeights) -> TriMulWeights:
