@@ -19,7 +19,7 @@ from tpf.runfolder import RunFolder, remove_unstarted
 from tpf.train import Options, Trainer, train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "examples"
-STEPS = 8
+STEPS = 12
 CONFIG = load(
     "tiny",
     [

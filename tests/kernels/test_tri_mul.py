@@ -286,6 +286,18 @@ def test_compiles_without_spills(variant: tri_mul.Variant) -> None:
     assert variant.shared <= tri_attn.MAX_SHARED
 
 
+@pytest.mark.parametrize(
+    ("channels", "copied"), [(64, False), (128, False), (32, True), (96, True)]
+)
+def test_channels_of_no_whole_tile_are_read_densely(channels: int, copied: bool) -> None:
+    z = torch.randn(1, 6, 5, channels).bfloat16()
+    assert tri_mul.readable(z) is z
+    strided = z.transpose(1, 2)
+    found = tri_mul.readable(strided)
+    assert torch.equal(found, strided)
+    assert (found is strided) != copied and found.is_contiguous() == copied
+
+
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.usefixtures("cache")
 def test_means_over_96_channels_call_no_division() -> None:

@@ -150,13 +150,13 @@ def _forward_variant(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x, or a dense copy if the copy engine cannot read it.
+    """Return x [..., C], or a dense copy of it if the kernels cannot read it.
 
-    Channels that fill no whole tile are read from dense rows alone: with other strides the engine
-    returned single rows that were not those in memory (``kernels/README.md``, "Rows that change").
+    With C no multiple of 64 it must be dense: at 96 channels single rows were read wrongly from
+    other strides (``kernels/README.md``, "Rows that change at C = 96").
     """
-    whole = x.shape[-1] % 64 == 0 or x.is_contiguous()
-    return x if whole and tma.mappable(x) else x.clone(memory_format=torch.contiguous_format)
+    fits = x.is_contiguous() or x.shape[-1] % 64 == 0
+    return x if fits and tma.mappable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def float_weights(weights: TriMulWeights) -> TriMulWeights:
